@@ -1,0 +1,1 @@
+"""Engines: implementations of ``weight_sync.ports.Engine``."""

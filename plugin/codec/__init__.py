@@ -1,0 +1,1 @@
+"""Codec: diff, encode, decode, apply, fold, digest. Knows arrays and frames; knows no store and no engine."""

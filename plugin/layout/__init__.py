@@ -1,0 +1,1 @@
+"""Layout: storage <-> checkpoint coordinates. box.py is the geometry that all other rooms use."""
