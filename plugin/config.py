@@ -109,7 +109,7 @@ class Config(_Keys):
     poll_s: float = Field(0.2, gt=0, description="mean pause between looks at a store, jittered by half")
     lease_ttl_s: int = Field(600, ge=1, description="life of a lease that is not renewed")
     pause: Literal["keep", "wait", "abort"] = Field("wait", description="what happens to requests at a fence")
-    fence_s: float = Field(60.0, gt=0, description="longest fence; at the limit the old version is restored")
+    fence_s: float = Field(60.0, gt=0, description="longest wait for requests in flight at a fence")
     audit_every: int = Field(0, ge=0, description="versions between full recomputations of the digest; 0: at attach only")
     replica_id: str | None = Field(None, description="name of this replica; default: host and process")
     staging_bytes: int = Field(4 << 30, ge=1 << 20, description="most memory for decoded patches")
@@ -122,6 +122,13 @@ class Config(_Keys):
     @classmethod
     def _run_id(cls, value: str | None) -> str | None:
         return None if value is None else check_name("run_id", value)
+
+    @field_validator("forms")
+    @classmethod
+    def _forms(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "step" not in value:  # it is what folds, serves ranges and promotes the publisher's own base
+            raise ConfigError("patches are always stored in step form", field="forms", found=value, expected="step first")
+        return tuple(dict.fromkeys(value))
 
     @field_validator("view")
     @classmethod

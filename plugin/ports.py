@@ -136,8 +136,14 @@ class PublisherEnd(Protocol):
     def acknowledgements(self) -> list[replica_pb2.Acknowledgement]:
         """The last one of each replica."""
 
+    def wants(self) -> Mapping[str, int]:
+        """Replicas that cannot resolve an anchor by reference: replica id to the number of that anchor."""
+
     def take_trajectories(self, limit: int) -> list[trajectory_pb2.Trajectory]:
-        """Up to ``limit`` trajectories that nobody took yet; they are gone from the transport on return."""
+        """Up to ``limit`` trajectories that nobody took yet.
+
+        At least once: they are removed by the next call or ``close``, so a crash in between delivers them again.
+        """
 
     def collect(self) -> Mapping[str, int]:
         """Deletes what no lease and no retained version needs; returns counts by kind."""
@@ -150,7 +156,12 @@ class ReplicaEnd(Protocol):
     """A reader's end: engines, relays, the command line, a publisher that restarts."""
 
     def run_id(self) -> str:
-        """The run that is followed. Raises VersionMissingError while the store holds none."""
+        """The run that is followed; never changes once known. Raises VersionMissingError while there is none."""
+
+    def newest_run(self) -> str | None:
+        """The store's newest run now, None while there is none. Another one than ``run_id()`` means that the trainer
+        forked: whoever follows the newest run closes this end and opens one on that run.
+        """
 
     def head(self) -> int | None:
         """Number of the newest version; None while there is none."""
@@ -172,6 +183,9 @@ class ReplicaEnd(Protocol):
 
     def release(self, replica_id: str) -> None:
         """Drops the lease."""
+
+    def want(self, replica_id: str, number: int) -> None:
+        """Asks the publisher to ship the bits of anchor ``number``, whose reference this replica cannot resolve."""
 
     def acknowledge(self, message: replica_pb2.Acknowledgement) -> None:
         """Tells the trainer what this replica serves."""

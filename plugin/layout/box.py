@@ -71,6 +71,27 @@ class Box:
             out += digit * stride
         return out
 
+    def find(self, indices: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Positions in the enumeration of flat indices, -1 for those outside: the inverse of `indices`.
+
+        The box addresses each element once and its strides are nested (each at least the span of those below it), as
+        all boxes of checkpoint coordinates are.
+        """
+        rest = indices.astype(np.int64) - self.offset
+        inside = rest >= 0
+        out = np.zeros(rest.shape, np.int64)
+        weight = self.count
+        steps = [1] * len(self.sizes)
+        for d, size in enumerate(self.sizes):
+            weight //= max(1, size)
+            steps[d] = weight
+        for d in sorted(range(len(self.sizes)), key=lambda d: -self.strides[d]):
+            digit = np.minimum(rest // self.strides[d], self.sizes[d] - 1) if self.strides[d] else np.zeros_like(rest)
+            rest = rest - digit * self.strides[d]
+            out += digit * steps[d]
+        inside &= (rest == 0) & (self.count > 0)
+        return np.where(inside, out, -1)
+
     def view(self, flat: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The box as a strided view (shape ``sizes``) of a 1-d array. Raises LayoutError when it does not fit."""
         if self.count and not 0 <= self.offset <= self.last < len(flat):

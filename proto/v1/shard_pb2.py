@@ -15,7 +15,7 @@ _sym_db = _symbol_database.Default()
 from weight_sync.proto.v1 import common_pb2 as weight__sync_dot_proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n weight_sync/proto/v1/shard.proto\x12\x0eweight_sync.v1\x1a!weight_sync/proto/v1/common.proto\"U\n\tIntStream\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\x10\n\x08low_bits\x18\x02 \x01(\r\x12\x11\n\thigh_size\x18\x03 \x01(\r\x12\x14\n\x0c\x65scape_count\x18\x04 \x01(\r\">\n\x08\x43lassRun\x12\x10\n\x08\x63lass_id\x18\x01 \x01(\r\x12\x10\n\x08low_bits\x18\x02 \x01(\r\x12\x0e\n\x06\x63ounts\x18\x03 \x03(\r\"\x92\x03\n\x05\x46rame\x12\'\n\x07regions\x18\x01 \x03(\x0b\x32\x16.weight_sync.v1.Region\x12\x10\n\x08\x65lements\x18\x02 \x01(\x04\x12\x0f\n\x07\x63hanges\x18\x03 \x01(\x04\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12\x0e\n\x06\x62lake3\x18\x05 \x01(\x0c\x12\'\n\x04gaps\x18\x06 \x01(\x0b\x32\x19.weight_sync.v1.IntStream\x12-\n\nlarge_gaps\x18\x07 \x01(\x0b\x32\x19.weight_sync.v1.IntStream\x12.\n\x0blarge_steps\x18\x08 \x01(\x0b\x32\x19.weight_sync.v1.IntStream\x12\x15\n\rnew_bits_size\x18\t \x01(\x04\x12\r\n\x05lanes\x18\n \x01(\r\x12)\n\x07\x63lasses\x18\x0b \x03(\x0b\x32\x18.weight_sync.v1.ClassRun\x12\x30\n\rclass_streams\x18\x0c \x03(\x0b\x32\x19.weight_sync.v1.IntStream\x12\x14\n\x0c\x63lass_groups\x18\r \x03(\r\"L\n\x05Piece\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x06region\x18\x02 \x01(\x0b\x32\x16.weight_sync.v1.Region\x12\x0e\n\x06\x62lake3\x18\x03 \x01(\x0c\"\xf7\x01\n\nShardIndex\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x0c\n\x04view\x18\x05 \x01(\t\x12\"\n\x04\x66orm\x18\x06 \x01(\x0e\x32\x14.weight_sync.v1.Form\x12+\n\x07tensors\x18\x07 \x03(\x0b\x32\x1a.weight_sync.v1.TensorSpec\x12%\n\x06\x66rames\x18\x08 \x03(\x0b\x32\x15.weight_sync.v1.Frame\x12%\n\x06pieces\x18\t \x03(\x0b\x32\x15.weight_sync.v1.Pieceb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n weight_sync/proto/v1/shard.proto\x12\x0eweight_sync.v1\x1a!weight_sync/proto/v1/common.proto\"b\n\tIntStream\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\x10\n\x08low_bits\x18\x02 \x01(\r\x12\x14\n\x0csymbols_size\x18\x03 \x01(\r\x12\x11\n\tbits_size\x18\x04 \x01(\r\x12\x0b\n\x03pco\x18\x05 \x01(\x08\"\\\n\x0c\x43lassStreams\x12\x10\n\x08low_bits\x18\x01 \x01(\x0c\x12\x0e\n\x06groups\x18\x02 \x01(\x0c\x12*\n\x07streams\x18\x03 \x03(\x0b\x32\x19.weight_sync.v1.IntStream\"\xc1\x03\n\x05\x46rame\x12\'\n\x07regions\x18\x01 \x03(\x0b\x32\x16.weight_sync.v1.Region\x12\x10\n\x08\x65lements\x18\x02 \x01(\x04\x12\x0f\n\x07\x63hanges\x18\x03 \x01(\x04\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12\x0e\n\x06\x62lake3\x18\x05 \x01(\x0c\x12\'\n\x04gaps\x18\x06 \x01(\x0b\x32\x19.weight_sync.v1.IntStream\x12-\n\nlarge_gaps\x18\x07 \x01(\x0b\x32\x19.weight_sync.v1.IntStream\x12.\n\x0blarge_steps\x18\x08 \x01(\x0b\x32\x19.weight_sync.v1.IntStream\x12\x15\n\rnew_bits_size\x18\t \x01(\x04\x12\r\n\x05lanes\x18\n \x01(\r\x12\x11\n\tclass_ids\x18\x0b \x01(\x0c\x12\x12\n\nclass_wide\x18\x0c \x01(\x0c\x12\x14\n\x0c\x63lass_counts\x18\r \x03(\r\x12\x30\n\nclass_gaps\x18\x0e \x01(\x0b\x32\x1c.weight_sync.v1.ClassStreams\x12\x31\n\x0b\x63lass_steps\x18\x0f \x01(\x0b\x32\x1c.weight_sync.v1.ClassStreams\"L\n\x05Piece\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x06region\x18\x02 \x01(\x0b\x32\x16.weight_sync.v1.Region\x12\x0e\n\x06\x62lake3\x18\x03 \x01(\x0c\"\xf7\x01\n\nShardIndex\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x0c\n\x04view\x18\x05 \x01(\t\x12\"\n\x04\x66orm\x18\x06 \x01(\x0e\x32\x14.weight_sync.v1.Form\x12+\n\x07tensors\x18\x07 \x03(\x0b\x32\x1a.weight_sync.v1.TensorSpec\x12%\n\x06\x66rames\x18\x08 \x03(\x0b\x32\x15.weight_sync.v1.Frame\x12%\n\x06pieces\x18\t \x03(\x0b\x32\x15.weight_sync.v1.Pieceb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -23,13 +23,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weight_sync.proto.v1.shard_
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
   _globals['_INTSTREAM']._serialized_start=87
-  _globals['_INTSTREAM']._serialized_end=172
-  _globals['_CLASSRUN']._serialized_start=174
-  _globals['_CLASSRUN']._serialized_end=236
-  _globals['_FRAME']._serialized_start=239
-  _globals['_FRAME']._serialized_end=641
-  _globals['_PIECE']._serialized_start=643
-  _globals['_PIECE']._serialized_end=719
-  _globals['_SHARDINDEX']._serialized_start=722
-  _globals['_SHARDINDEX']._serialized_end=969
+  _globals['_INTSTREAM']._serialized_end=185
+  _globals['_CLASSSTREAMS']._serialized_start=187
+  _globals['_CLASSSTREAMS']._serialized_end=279
+  _globals['_FRAME']._serialized_start=282
+  _globals['_FRAME']._serialized_end=731
+  _globals['_PIECE']._serialized_start=733
+  _globals['_PIECE']._serialized_end=809
+  _globals['_SHARDINDEX']._serialized_start=812
+  _globals['_SHARDINDEX']._serialized_end=1059
 # @@protoc_insertion_point(module_scope)

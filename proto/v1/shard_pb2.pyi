@@ -7,29 +7,31 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class IntStream(_message.Message):
-    __slots__ = ("count", "low_bits", "high_size", "escape_count")
+    __slots__ = ("count", "low_bits", "symbols_size", "bits_size", "pco")
     COUNT_FIELD_NUMBER: _ClassVar[int]
     LOW_BITS_FIELD_NUMBER: _ClassVar[int]
-    HIGH_SIZE_FIELD_NUMBER: _ClassVar[int]
-    ESCAPE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SYMBOLS_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BITS_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PCO_FIELD_NUMBER: _ClassVar[int]
     count: int
     low_bits: int
-    high_size: int
-    escape_count: int
-    def __init__(self, count: _Optional[int] = ..., low_bits: _Optional[int] = ..., high_size: _Optional[int] = ..., escape_count: _Optional[int] = ...) -> None: ...
+    symbols_size: int
+    bits_size: int
+    pco: bool
+    def __init__(self, count: _Optional[int] = ..., low_bits: _Optional[int] = ..., symbols_size: _Optional[int] = ..., bits_size: _Optional[int] = ..., pco: bool = ...) -> None: ...
 
-class ClassRun(_message.Message):
-    __slots__ = ("class_id", "low_bits", "counts")
-    CLASS_ID_FIELD_NUMBER: _ClassVar[int]
+class ClassStreams(_message.Message):
+    __slots__ = ("low_bits", "groups", "streams")
     LOW_BITS_FIELD_NUMBER: _ClassVar[int]
-    COUNTS_FIELD_NUMBER: _ClassVar[int]
-    class_id: int
-    low_bits: int
-    counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, class_id: _Optional[int] = ..., low_bits: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    low_bits: bytes
+    groups: bytes
+    streams: _containers.RepeatedCompositeFieldContainer[IntStream]
+    def __init__(self, low_bits: _Optional[bytes] = ..., groups: _Optional[bytes] = ..., streams: _Optional[_Iterable[_Union[IntStream, _Mapping]]] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("regions", "elements", "changes", "size", "blake3", "gaps", "large_gaps", "large_steps", "new_bits_size", "lanes", "classes", "class_streams", "class_groups")
+    __slots__ = ("regions", "elements", "changes", "size", "blake3", "gaps", "large_gaps", "large_steps", "new_bits_size", "lanes", "class_ids", "class_wide", "class_counts", "class_gaps", "class_steps")
     REGIONS_FIELD_NUMBER: _ClassVar[int]
     ELEMENTS_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
@@ -40,9 +42,11 @@ class Frame(_message.Message):
     LARGE_STEPS_FIELD_NUMBER: _ClassVar[int]
     NEW_BITS_SIZE_FIELD_NUMBER: _ClassVar[int]
     LANES_FIELD_NUMBER: _ClassVar[int]
-    CLASSES_FIELD_NUMBER: _ClassVar[int]
-    CLASS_STREAMS_FIELD_NUMBER: _ClassVar[int]
-    CLASS_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    CLASS_IDS_FIELD_NUMBER: _ClassVar[int]
+    CLASS_WIDE_FIELD_NUMBER: _ClassVar[int]
+    CLASS_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    CLASS_GAPS_FIELD_NUMBER: _ClassVar[int]
+    CLASS_STEPS_FIELD_NUMBER: _ClassVar[int]
     regions: _containers.RepeatedCompositeFieldContainer[_common_pb2.Region]
     elements: int
     changes: int
@@ -53,10 +57,12 @@ class Frame(_message.Message):
     large_steps: IntStream
     new_bits_size: int
     lanes: int
-    classes: _containers.RepeatedCompositeFieldContainer[ClassRun]
-    class_streams: _containers.RepeatedCompositeFieldContainer[IntStream]
-    class_groups: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, regions: _Optional[_Iterable[_Union[_common_pb2.Region, _Mapping]]] = ..., elements: _Optional[int] = ..., changes: _Optional[int] = ..., size: _Optional[int] = ..., blake3: _Optional[bytes] = ..., gaps: _Optional[_Union[IntStream, _Mapping]] = ..., large_gaps: _Optional[_Union[IntStream, _Mapping]] = ..., large_steps: _Optional[_Union[IntStream, _Mapping]] = ..., new_bits_size: _Optional[int] = ..., lanes: _Optional[int] = ..., classes: _Optional[_Iterable[_Union[ClassRun, _Mapping]]] = ..., class_streams: _Optional[_Iterable[_Union[IntStream, _Mapping]]] = ..., class_groups: _Optional[_Iterable[int]] = ...) -> None: ...
+    class_ids: bytes
+    class_wide: bytes
+    class_counts: _containers.RepeatedScalarFieldContainer[int]
+    class_gaps: ClassStreams
+    class_steps: ClassStreams
+    def __init__(self, regions: _Optional[_Iterable[_Union[_common_pb2.Region, _Mapping]]] = ..., elements: _Optional[int] = ..., changes: _Optional[int] = ..., size: _Optional[int] = ..., blake3: _Optional[bytes] = ..., gaps: _Optional[_Union[IntStream, _Mapping]] = ..., large_gaps: _Optional[_Union[IntStream, _Mapping]] = ..., large_steps: _Optional[_Union[IntStream, _Mapping]] = ..., new_bits_size: _Optional[int] = ..., lanes: _Optional[int] = ..., class_ids: _Optional[bytes] = ..., class_wide: _Optional[bytes] = ..., class_counts: _Optional[_Iterable[int]] = ..., class_gaps: _Optional[_Union[ClassStreams, _Mapping]] = ..., class_steps: _Optional[_Union[ClassStreams, _Mapping]] = ...) -> None: ...
 
 class Piece(_message.Message):
     __slots__ = ("key", "region", "blake3")

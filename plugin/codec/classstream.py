@@ -1,0 +1,109 @@
+"""Lists that are cut by class: each class its own low bits, classes with like symbols one Huffman table.
+
+Owns the grouping. Owns no meaning of the numbers (codec/compactform.py) and no bit packing (codec/intstream.py).
+
+A table costs some 30 bytes and coding with the average of two distributions costs their divergence, so neighbouring
+classes are merged while that shortens the whole: rare classes share, frequent ones stay apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weight_sync.codec import intstream
+from weight_sync.codec.machine import kernel
+from weight_sync.codec.stepform import Cursor
+from weight_sync.errors import FormatError
+from weight_sync.proto.v1 import shard_pb2
+
+__all__ = ["decode_classes", "encode_classes"]
+
+_TABLE_BITS = 8.0 * 45  # a Huffman table, the zstd frame around it and its entry in the header
+
+
+@kernel
+def _entropy_bits(histogram: Any) -> float:
+    total = 0.0
+    bits = 0.0
+    for count in histogram:
+        if count > 0:
+            total += count
+            bits -= count * np.log2(count)
+    return bits + total * np.log2(total) if total > 0 else 0.0
+
+
+def _groups(histograms: list[npt.NDArray[np.int64]]) -> list[int]:
+    """Group number per class, ascending from 0: neighbours in order of scale merged while it pays."""
+    order = sorted(range(len(histograms)), key=lambda i: _mean(histograms[i]))
+    members = [[i] for i in order]
+    tables = [histograms[i] for i in order]
+    costs = [_entropy_bits(table) for table in tables]
+    while len(members) > 1:
+        joint = [_entropy_bits(a + b) for a, b in zip(tables, tables[1:], strict=False)]
+        gains = [_TABLE_BITS + costs[i] + costs[i + 1] - cost for i, cost in enumerate(joint)]
+        best = int(np.argmax(gains))
+        if gains[best] <= 0:
+            break
+        tables[best : best + 2] = [tables[best] + tables[best + 1]]
+        members[best : best + 2] = [members[best] + members[best + 1]]
+        costs[best : best + 2] = [joint[best]]
+    groups = [0] * len(histograms)
+    for number, group in enumerate(sorted(members, key=min)):
+        for i in group:
+            groups[i] = number
+    return groups
+
+
+def _mean(histogram: npt.NDArray[np.int64]) -> float:
+    return float((histogram * np.arange(len(histogram))).sum()) / max(1, int(histogram.sum()))
+
+
+def encode_classes(runs: Sequence[npt.NDArray[Any]]) -> tuple[shard_pb2.ClassStreams, list[bytes]]:
+    """Header and bytes of one list per class; every list is non-empty."""
+    low_bits = [intstream.choose_low_bits(run) for run in runs]
+    symbols: list[npt.NDArray[np.uint8]] = []
+    for run, k in zip(runs, low_bits, strict=True):
+        symbols.append(np.empty(len(run), np.uint8))
+        intstream.split_bits(run, k, symbols[-1], np.zeros(intstream.room_for(len(run), k), np.uint64), 0)
+    groups = _groups([np.bincount(some, minlength=256) for some in symbols])
+    header = shard_pb2.ClassStreams(low_bits=bytes(low_bits), groups=bytes(groups))
+    parts: list[bytes] = []
+    for group in range(max(groups, default=-1) + 1):
+        members = [i for i, g in enumerate(groups) if g == group]
+        low = np.zeros(sum(intstream.room_for(len(runs[i]), low_bits[i]) for i in members), np.uint64)
+        bit = 0
+        for i in members:
+            bit = int(intstream.split_bits(runs[i], low_bits[i], symbols[i], low, bit))
+        packed, pco = intstream.pack_symbols(np.concatenate([symbols[i] for i in members]), small=True)
+        bits = low.view(np.uint8)[: (bit + 7) // 8].tobytes()
+        header.streams.add(
+            count=sum(len(runs[i]) for i in members), symbols_size=len(packed), bits_size=len(bits), pco=pco
+        )
+        parts += [packed, bits]
+    return header, parts
+
+
+def decode_classes(
+    header: shard_pb2.ClassStreams, cursor: Cursor, counts: Sequence[int], dtype: Any, what: str
+) -> list[npt.NDArray[Any]]:
+    """One list per class, as long as ``counts`` says. Raises FormatError when the header does not fit."""
+    if not len(header.low_bits) == len(header.groups) == len(counts) or max(header.groups, default=-1) >= len(header.streams):
+        raise FormatError("tables of classes disagree", field=what, found=len(header.groups), expected=len(counts))
+    out = [np.empty(count, dtype) for count in counts]
+    for group, stream in enumerate(header.streams):
+        members = [i for i, g in enumerate(header.groups) if g == group]
+        count = sum(counts[i] for i in members)
+        if stream.count != count:
+            raise FormatError("stream of classes has another count", field=what, found=stream.count, expected=count)
+        symbols = intstream.unpack_symbols(stream, cursor.take(stream.symbols_size), what)
+        low = intstream.low_words(cursor.take(stream.bits_size))
+        at = bit = 0
+        for i in members:
+            some = symbols[at : at + counts[i]]
+            bit = intstream.join_run(some, low, bit, 8 * stream.bits_size, header.low_bits[i], out[i], what)
+            at += counts[i]
+    return out

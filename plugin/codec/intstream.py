@@ -1,0 +1,260 @@
+"""Lists of unsigned integers as bits: the entropy stage of every form.
+
+Owns the split into raw low bits and coded high parts, and the checks on the way back. Owns no meaning of the numbers.
+
+Gaps between changes are nearly geometric, so their low bits are incompressible: ``low_bits`` of each number are packed
+as they are, and what remains, ``high = number >> low_bits``, becomes a symbol of one byte that Huffman coding
+(zstandard's literals) brings within 1 % of the entropy of the whole number. ``low_bits`` puts the median of high
+between 8 and 15. Symbols below 128 are high itself; above, they name its length in bits and the bit after the leading
+one, and the other bits follow as they are, so heavy tails (large steps) cost no more than their own length.
+Against whole numbers through pcodec at its default level: +0.03 bits per gap and one sixth of the encoding time. The
+compact form, which exists for its size, codes the same symbols by pcodec (``small``) and comes within 0.3 %.
+
+Layout of the bytes: symbols (zstd, pcodec, or as they are when that is not longer, or nothing when all are 0), then the bits,
+little-endian, number by number: low bits first, then the bits of a high above 127.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pcodec
+import zstandard
+from numba import intp, uint64
+
+from weight_sync.codec.machine import kernel
+from weight_sync.errors import FormatError
+from weight_sync.proto.v1 import shard_pb2
+
+__all__ = ["choose_low_bits", "compress", "decode", "decompress", "encode", "join_run", "low_words", "pack_symbols", "room_for", "split_bits", "stream_size", "unpack_symbols"]
+
+_local = threading.local()
+_SURELY_PCO = 1 << 12  # numbers from which tANS always wins over Huffman
+
+
+def compress(data: npt.NDArray[np.uint8]) -> bytes:
+    """One zstd frame, without checksum and content size (hash and size are kept outside).
+
+    Symbols have no repetitions worth a match: a tiny hash table and the longest minimal match make zstd code them as
+    Huffman literals, which is both shorter (3.40 against 3.55 bits for gaps of mean 1.4) and faster than its level 1.
+    """
+    if not hasattr(_local, "compressor"):  # contexts are neither thread-safe nor cheap
+        parameters = zstandard.ZstdCompressionParameters(
+            window_log=17, hash_log=6, min_match=7, strategy=zstandard.STRATEGY_FAST, target_length=0,
+            write_checksum=False, write_content_size=False,
+        )  # fmt: skip
+        _local.compressor = zstandard.ZstdCompressor(compression_params=parameters)
+    return _local.compressor.compress(data)  # type: ignore[no-any-return]
+
+
+def decompress(data: bytes | memoryview, size: int, what: str) -> npt.NDArray[np.uint8]:
+    """Exactly ``size`` bytes. Raises FormatError on anything else, without allocating more than that."""
+    if not hasattr(_local, "decompressor"):
+        _local.decompressor = zstandard.ZstdDecompressor()
+    declared = _content_size(data)
+    if declared > size:
+        raise FormatError("stream announces more than its count", field=what, found=declared, expected=size)
+    try:
+        out = _local.decompressor.decompress(data, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise FormatError("stream does not decompress", field=what, found=str(error), do="fetch it again") from error
+    if len(out) != size:
+        raise FormatError("stream is shorter than its count", field=what, found=len(out), expected=size)
+    return np.frombuffer(out, np.uint8)
+
+
+def _content_size(data: bytes | memoryview) -> int:
+    try:
+        return max(0, zstandard.frame_content_size(data))
+    except zstandard.ZstdError as error:
+        raise FormatError("stream is not zstd", field="stream", found=str(error), do="fetch it again") from error
+
+
+@kernel
+def _bit_lengths(values: Any, out: Any) -> None:
+    for i in range(len(values)):
+        v = uint64(values[i])
+        n = 0
+        while v != uint64(0):
+            v >>= uint64(1)
+            n += 1
+        out[n] += 1
+
+
+def choose_low_bits(values: npt.NDArray[Any]) -> int:
+    """Raw bits that leave a median high part of 8 to 15, where Huffman's loss is small and symbols are few."""
+    if not len(values):
+        return 0
+    lengths = np.zeros(65, np.int64)
+    _bit_lengths(values, lengths)
+    median = int(np.searchsorted(np.cumsum(lengths), (len(values) + 1) // 2))
+    return min(56, max(0, median - 2))
+
+
+@kernel
+def _put(low: Any, at: int, value: int, count: int) -> int:
+    if count == uint64(0):
+        return at
+    word = at >> uint64(6)
+    shift = at & uint64(63)
+    low[word] |= value << shift
+    if shift + count > uint64(64):
+        low[word + uint64(1)] |= value >> (uint64(64) - shift)
+    return at + count
+
+
+@kernel
+def _get(low: Any, at: int, count: int) -> int:
+    """``count`` <= 63 bits. The caller owns the bounds."""
+    word = at >> uint64(6)
+    shift = at & uint64(63)
+    v = low[word] >> shift
+    if shift + count > uint64(64):
+        v |= low[word + uint64(1)] << (uint64(64) - shift)
+    return v & ((uint64(1) << count) - uint64(1))
+
+
+@kernel
+def split_bits(values: Any, low_bits: int, symbols: Any, low: Any, bit: int) -> int:
+    """Writes symbols and, from bit ``bit`` of ``low`` (zeroed uint64) on, the bits; returns the next free bit."""
+    k = uint64(low_bits)
+    mask = (uint64(1) << k) - uint64(1)
+    at = uint64(bit)
+    for i in range(len(values)):
+        v = uint64(values[i])
+        h = v >> k
+        at = _put(low, at, v & mask, k)
+        if h < uint64(128):
+            symbols[i] = h
+            continue
+        n = uint64(8)
+        while h >> n != uint64(0):
+            n += uint64(1)
+        rest = n - uint64(2)
+        symbols[i] = uint64(128) + ((n - uint64(8)) << uint64(1)) + ((h >> rest) & uint64(1))
+        at = _put(low, at, h & ((uint64(1) << rest) - uint64(1)), rest)
+    return at
+
+
+@kernel
+def join_bits(symbols: Any, low: Any, bit: int, end: int, low_bits: int, out: Any) -> int:
+    """Inverse of `split_bits`; returns the next bit, or -1 when a number is malformed or bits run past ``end``."""
+    k = uint64(low_bits)
+    at = uint64(bit)
+    stop = uint64(end)
+    for i in range(len(symbols)):
+        if at + k > stop:
+            return -1
+        v = uint64(0)
+        if k != uint64(0):
+            v = _get(low, at, k)
+            at += k
+        h = uint64(symbols[i])
+        if h >= uint64(128):
+            n = ((h - uint64(128)) >> uint64(1)) + uint64(8)
+            rest = n - uint64(2)
+            if n + k > uint64(64) or at + rest > stop:
+                return -1
+            h = ((uint64(2) | (h & uint64(1))) << rest) | _get(low, at, rest)
+            at += rest
+        out[i] = (h << k) | v
+    return intp(at)
+
+
+def room_for(count: int, low_bits: int) -> int:
+    """Words that hold the bits of ``count`` numbers whatever they are."""
+    return count * (low_bits + 64) // 64 + 2
+
+
+def encode(values: npt.NDArray[Any]) -> tuple[shard_pb2.IntStream, list[bytes]]:
+    """Header and bytes of a list of unsigned integers of any width (uint32 or uint64)."""
+    k = choose_low_bits(values)
+    symbols = np.empty(len(values), np.uint8)
+    low = np.zeros(room_for(len(values), k), np.uint64)
+    end = int(split_bits(values, k, symbols, low, 0))
+    packed, _ = pack_symbols(symbols)
+    bits = low.view(np.uint8)[: (end + 7) // 8].tobytes()
+    stream = shard_pb2.IntStream(count=len(values), low_bits=k, symbols_size=len(packed), bits_size=len(bits))
+    return stream, [packed, bits]
+
+
+def pack_symbols(symbols: npt.NDArray[np.uint8], small: bool = False) -> tuple[bytes, bool]:
+    """Symbols as bytes, and whether they are a pcodec file: nothing when all are 0, else the shorter of the coders.
+
+    ``small`` asks for size: pcodec's tANS is within 0.3 % of the entropy where Huffman loses 1 to 25 %, at six times
+    the time of encoding. Without it, zstd, or the bytes as they are when that is not longer.
+    """
+    if not symbols.any():
+        return b"", False
+    pco = pcodec.standalone.simple_compress(symbols.astype(np.uint16), _pco_config()) if small else None
+    if pco is not None and len(symbols) > _SURELY_PCO:
+        return pco, True
+    packed = compress(symbols)
+    if len(packed) >= len(symbols):
+        packed = symbols.tobytes()
+    return (pco, True) if pco is not None and len(pco) < len(packed) else (packed, False)
+
+
+def _pco_config() -> Any:
+    # symbols are coded as they come: no delta, no search for multiples
+    return pcodec.ChunkConfig(
+        compression_level=8, mode_spec=pcodec.ModeSpec.classic(), delta_spec=pcodec.DeltaSpec.no_op()
+    )
+
+
+def unpack_symbols(stream: shard_pb2.IntStream, data: memoryview, what: str) -> npt.NDArray[np.uint8]:
+    """Inverse of `pack_symbols`: (stream.count,). Raises FormatError."""
+    if stream.pco:
+        return _unpack_pco(data, stream.count, what)
+    if not len(data):
+        return np.zeros(stream.count, np.uint8)
+    if len(data) == stream.count:
+        return np.frombuffer(data, np.uint8)
+    return decompress(data, stream.count, what)
+
+
+def _unpack_pco(data: memoryview, count: int, what: str) -> npt.NDArray[np.uint8]:
+    wide = np.empty(count, np.uint16)
+    try:
+        progress = pcodec.standalone.simple_decompress_into(bytes(data), wide)
+    except (RuntimeError, TypeError) as error:
+        raise FormatError("stream does not decompress", field=what, found=str(error), do="fetch it again") from error
+    if progress.n_processed != count or not progress.finished or (count and wide.max() > 255):
+        raise FormatError("stream has another count", field=what, found=progress.n_processed, expected=count)
+    return wide.astype(np.uint8)
+
+
+def stream_size(stream: shard_pb2.IntStream) -> int:
+    """Bytes of an encoded list."""
+    return int(stream.symbols_size + stream.bits_size)
+
+
+def decode(stream: shard_pb2.IntStream, data: memoryview, dtype: Any, what: str) -> npt.NDArray[Any]:
+    """The list, (count,) of ``dtype``. The caller has bounded ``count``. Raises FormatError on any mismatch."""
+    symbols = unpack_symbols(stream, data[: stream.symbols_size], what)
+    out = np.empty(stream.count, dtype)
+    join_run(symbols, low_words(data[stream.symbols_size :]), 0, 8 * stream.bits_size, stream.low_bits, out, what)
+    return out
+
+
+def join_run(
+    symbols: npt.NDArray[np.uint8], low: npt.NDArray[np.uint64], bit: int, end: int, low_bits: int,
+    out: npt.NDArray[Any], what: str,
+) -> int:  # fmt: skip
+    """`join_bits` for untrusted input. Raises FormatError."""
+    if low_bits > 56:
+        raise FormatError("more raw bits than a number has", field=what, found=low_bits, expected="at most 56")
+    after = int(join_bits(symbols, low, bit, end, low_bits, out))
+    if after < 0:
+        raise FormatError("bits end too early or name no number", field=what, do="fetch it again")
+    return after
+
+
+def low_words(data: memoryview) -> npt.NDArray[np.uint64]:
+    """Packed bits as whole words with spare ones."""
+    words = np.zeros(len(data) // 8 + 2, np.uint64)
+    words.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
+    return words

@@ -1,0 +1,80 @@
+"""The ordered integer line of a dtype: where one ulp is one, and +0.0 and -0.0 are neighbours.
+
+Owns the fold of signed-magnitude codes and steps along it, modulo 2^(8 width). Owns no dtype table.
+
+``flip`` is the one number that kernels need: the mask of magnitude bits for signed-magnitude codes, 0 for codes that
+are ordered as they are. All arithmetic wraps, so every step is undone exactly by its negative.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import uint64
+
+from weight_sync.codec.machine import kernel
+from weight_sync.dtypes import DType
+
+__all__ = ["add_steps", "flip_of", "step_back", "step_between", "step_to", "steps_between"]
+
+
+def flip_of(dtype: DType) -> np.uint64:
+    """Magnitude mask of a signed-magnitude dtype, else 0."""
+    return np.uint64((1 << (8 * dtype.width - 1)) - 1 if dtype.signed_magnitude else 0)
+
+
+@kernel
+def step_between(old: int, new: int, flip: int) -> int:
+    """Distance from old to new, to be cut to the element's width by the caller's array."""
+    a = uint64(old)
+    b = uint64(new)
+    if a > flip:
+        a ^= flip
+    if b > flip:
+        b ^= flip
+    return b - a
+
+
+@kernel
+def step_to(old: int, step: int, flip: int, low: int) -> int:
+    """The code ``step`` away from ``old``; ``low`` is the mask of the element's width."""
+    a = uint64(old)
+    if a > flip:
+        a ^= flip
+    a = (a + uint64(step)) & low
+    if a > flip:
+        a ^= flip
+    return a
+
+
+@kernel
+def step_back(new: int, step: int, flip: int, low: int) -> int:
+    """The code from which ``step`` led to ``new``."""
+    return step_to(new, uint64(0) - uint64(step), flip, low)
+
+
+def steps_between(old: npt.NDArray[Any], new: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
+    """Elementwise `step_between` of two arrays of the dtype's uint."""
+    return _steps_between(old, new, flip_of(dtype), np.empty_like(old))
+
+
+def add_steps(old: npt.NDArray[Any], steps: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
+    """Elementwise `step_to` of two arrays of the dtype's uint."""
+    low = np.uint64((1 << (8 * dtype.width)) - 1)
+    return _add_steps(old, steps, flip_of(dtype), low, np.empty_like(old))
+
+
+@kernel
+def _steps_between(old: Any, new: Any, flip: int, out: Any) -> Any:
+    for i in range(len(old)):
+        out[i] = step_between(old[i], new[i], flip)
+    return out
+
+
+@kernel
+def _add_steps(old: Any, steps: Any, flip: int, low: int, out: Any) -> Any:
+    for i in range(len(old)):
+        out[i] = step_to(old[i], steps[i], flip, low)
+    return out

@@ -1,0 +1,157 @@
+"""The publisher's account of the line it continues: the head, its tensors and digests, what was written since.
+
+Owns Ledger and the publisher's decisions, as pure functions that return a reason. Owns no I/O and no bits.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weight_sync.codec.digest import Digest, header_digest
+from weight_sync.config import Config
+from weight_sync.history import table_of
+from weight_sync.ports import OpenedRun
+from weight_sync.proto.v1 import common_pb2, manifest_pb2, report_pb2
+from weight_sync.tensors import TensorSpec
+
+__all__ = ["Ledger", "anchor_due", "check_step"]
+
+
+def anchor_due(config: Config, head: int | None, since: int, patch_bytes: int, state_bytes: int, wanted: Sequence[str]) -> str:
+    """Why the next version carries a full state; "" when it does not.
+
+    Args:
+        since: versions since the last full state.
+        patch_bytes: their patches' bytes.
+        state_bytes: bytes of a full state.
+        wanted: replicas that cannot find the base.
+    """
+    if head is None:
+        return "the run has no version yet"
+    if wanted and config.ship_base != "never":
+        return f"replica {sorted(wanted)[0]} cannot find the base"
+    if config.anchor_every and since + 1 >= config.anchor_every:
+        return f"{since + 1} versions since the last full state, anchor_every is {config.anchor_every}"
+    if config.anchor_share and patch_bytes > config.anchor_share * state_bytes:
+        return f"patches since the last full state hold {patch_bytes} bytes, more than {config.anchor_share:g} of it"
+    return ""
+
+
+def check_step(head_step: int | None, step: int | None) -> str:
+    """Why a trainer's step does not continue the head; "" when it does."""
+    if head_step is not None and step is not None and step <= head_step:
+        return f"the run's head is step {head_step}, this is step {step}"
+    return ""
+
+
+@dataclass
+class Ledger:
+    """What is known of the version committed last.
+
+    Attributes:
+        view: name of the view.
+        head: number, None in a run without versions.
+        step: the trainer's.
+        table: tensors of the view, sorted by name.
+        digests: per tensor, header term included.
+        since: versions since the last full state.
+        patch_bytes: their patches' bytes.
+    """
+
+    view: str
+    head: int | None = None
+    step: int | None = None
+    table: tuple[TensorSpec, ...] = ()
+    digests: dict[str, Digest] = field(default_factory=dict)
+    since: int = 0
+    patch_bytes: int = 0
+
+    @classmethod
+    def of(cls, head: manifest_pb2.VersionManifest | None, view: str) -> Ledger:
+        """Of a run that is opened again; ``since`` starts at 0, which delays an anchor by at most one period."""
+        ledger = cls(view)
+        if head is not None:
+            ledger.committed(head)
+        return ledger
+
+    def committed(self, manifest: manifest_pb2.VersionManifest) -> None:
+        """The version becomes the head."""
+        self.head = manifest.number
+        self.step = manifest.step if manifest.HasField("step") else None
+        full = manifest.kind == manifest_pb2.ENTRY_KIND_ANCHOR
+        for view in manifest.views:
+            if view.name != self.view:
+                continue
+            self.table = table_of(view)
+            self.digests = {entry.spec.name: Digest.from_proto(entry.digest) for entry in view.tensors}
+            sizes = sum(ref.size for ref in view.shards if ref.form != common_pb2.FORM_RAW)
+            self.since = 0 if full else self.since + 1
+            self.patch_bytes = 0 if full else self.patch_bytes + sizes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a full state."""
+        return sum(spec.nbytes for spec in self.table)
+
+    def manifest(
+        self, run: OpenedRun, number: int, step: int | None, metadata: Mapping[str, str], full: bool, writer: str
+    ) -> manifest_pb2.VersionManifest:
+        """A manifest without views."""
+        kind = manifest_pb2.ENTRY_KIND_ANCHOR if full else manifest_pb2.ENTRY_KIND_PATCH
+        manifest = manifest_pb2.VersionManifest(
+            format=1, run_id=run.run_id, number=number, epoch=run.epoch, kind=kind, metadata=dict(metadata),
+            writer=writer, created_unix_ms=time.time_ns() // 1_000_000, nonce=os.urandom(16),
+        )  # fmt: skip
+        if self.head is not None:
+            manifest.parent = self.head
+        if step is not None:
+            manifest.step = step
+        return manifest
+
+    def base_manifest(
+        self, run: OpenedRun, config: Config, entries: Iterable[tuple[TensorSpec, Digest]], writer: str
+    ) -> manifest_pb2.VersionManifest:
+        """Version 0 of a new run: the base checkpoint, by reference."""
+        manifest = self.manifest(run, 0, None, {}, True, writer)
+        manifest.base.uri = os.path.abspath(config.base) if config.base is not None else ""
+        manifest.base.hf_id, manifest.base.hf_revision = config.base_hf_id, config.base_hf_revision
+        view = manifest.views.add(name=self.view, scheme="cast")
+        for spec, digest in entries:
+            view.tensors.add(spec=spec.to_proto(), digest=digest.to_proto())
+            view.elements += spec.elements
+        view.digest.CopyFrom(Digest.sum(digest for _, digest in entries).to_proto())
+        return manifest
+
+    def add_view(
+        self,
+        manifest: manifest_pb2.VersionManifest,
+        table: Sequence[TensorSpec],
+        reports: Sequence[report_pb2.RankReport],
+    ) -> None:
+        """Adds up what the ranks report: digests of all tensors, counts, shards."""
+        gained: dict[str, Digest] = {}
+        changed: dict[str, int] = {}
+        whole: set[str] = set()
+        view = manifest.views.add(name=self.view, scheme="cast")
+        for report in reports:
+            for item in report.tensors:
+                name = table[item.tensor].name
+                gained[name] = gained.get(name, Digest()) + Digest.from_proto(item.digest)
+                changed[name] = changed.get(name, 0) + item.changed
+                if item.whole:
+                    whole.add(name)
+            view.shards.extend(report.shards)
+        known = {spec: self.digests[spec.name] for spec in self.table}
+        total = Digest()
+        for spec in table:
+            before = header_digest(spec) if spec.name in whole or spec not in known else known[spec]
+            digest = before + gained.get(spec.name, Digest())
+            total += digest
+            count = changed.get(spec.name, 0)
+            view.tensors.add(spec=spec.to_proto(), changed=count, digest=digest.to_proto())
+            view.elements += spec.elements
+            view.changed += count
+        view.digest.CopyFrom(total.to_proto())

@@ -1,0 +1,233 @@
+"""ServedView: what this rank publishes of what the engine would load.
+
+Owns the match of a host's weights with the table of served tensors, and reading their bits piece by piece. Owns no
+base to diff against (snapshot.py) and no sending (publisher.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weight_sync.dtypes import dtype_of, dtype_of_torch
+from weight_sync.errors import TensorError, WeightSyncError
+from weight_sync.layout.agree import agree_on_owners
+from weight_sync.layout.box import Box
+from weight_sync.layout.learn import learn_module, learn_named
+from weight_sync.layout.placement import Layout, Placement
+from weight_sync.layout.storage import check_storages, flat_storage, local_storages, local_tensor
+from weight_sync.ports import Group
+from weight_sync.proto.v1 import common_pb2, manifest_pb2
+from weight_sync.tensors import TensorSpec, sorted_table
+
+if TYPE_CHECKING:
+    import torch
+
+    Source = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+__all__ = ["ServedPiece", "ServedView", "learn_view", "named_source", "storages_of", "view_fingerprint"]
+
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+@dataclass(frozen=True)
+class ServedPiece:
+    """One box of one served tensor, and where this rank holds it."""
+
+    spec: TensorSpec
+    placement: Placement
+
+    @property
+    def coords(self) -> Box:
+        """In checkpoint coordinates."""
+        return self.placement.coords
+
+    @property
+    def key(self) -> tuple[TensorSpec, Box]:
+        """What the snapshot files it under."""
+        return self.spec, self.coords
+
+
+@dataclass(frozen=True)
+class ServedView:
+    """The pieces that this rank owns.
+
+    Attributes:
+        table: all served tensors of the version, sorted by name; equal on every rank.
+        pieces: of this rank, by table order and coordinate.
+        layout: all that this rank holds, owned or not.
+    """
+
+    table: tuple[TensorSpec, ...]
+    pieces: tuple[ServedPiece, ...]
+    layout: Layout
+    fingerprint: bytes = b""
+    by_name: dict[str, TensorSpec] = field(default_factory=dict)
+
+    def check(self, storages: Mapping[str, torch.Tensor]) -> None:
+        """Raises LayoutError when a storage is not what was learnt."""
+        check_storages(self.layout, storages)
+
+
+def named_source(source: Source) -> torch.nn.Module | dict[str, torch.Tensor]:
+    """A module as it is, anything else as a dict. Raises TensorError on a name that comes twice or is no tensor."""
+    import torch
+
+    if isinstance(source, torch.nn.Module):
+        return source
+    pairs = source.items() if isinstance(source, Mapping) else source
+    named: dict[str, torch.Tensor] = {}
+    for name, tensor in pairs:
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise TensorError("not a named tensor", field=repr(name), found=type(tensor).__name__, expected="torch.Tensor")
+        if name in named:
+            raise TensorError("tensor is offered twice", field="name", found=name, do="publish each tensor once")
+        named[name] = tensor
+    return named
+
+
+def view_fingerprint(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> bytes:
+    """Changes when names, shapes, dtypes or shardings do: then the view is learnt again."""
+    import hashlib
+
+    tensors = source.state_dict(keep_vars=True) if not isinstance(source, Mapping) else source
+    hasher = hashlib.blake2b(digest_size=16)
+    for name, tensor in tensors.items():
+        split = (tuple(getattr(tensor, "placements", ())), str(getattr(tensor, "device_mesh", "")))
+        shape, dtype = tuple(getattr(tensor, "shape", ())), str(getattr(tensor, "dtype", ""))
+        hasher.update(repr((name, shape, dtype, split)).encode("utf-8", "replace"))
+    return hasher.digest()
+
+
+def storages_of(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The flat storages as they lie now."""
+    if isinstance(source, Mapping):
+        return {name: flat_storage(tensor) for name, tensor in source.items()}
+    return local_storages(source)
+
+
+def learn_view(
+    source: torch.nn.Module | Mapping[str, torch.Tensor],
+    base: Sequence[TensorSpec],
+    group: Group,
+    cast: bool,
+) -> ServedView:
+    """Learns what this rank publishes; a collective call of all ranks.
+
+    Args:
+        base: table of the version before (of the checkpoint for a model); empty when there is none.
+        cast: float tensors are served in the dtype that ``base`` lists under their name (fp32 masters as bf16).
+
+    Raises LayoutError or TensorError, on every rank when one of them fails.
+    """
+    layout: Layout | WeightSyncError
+    try:
+        table = tuple(base)
+        if isinstance(source, Mapping) or not base:
+            table = _joint_table(source, base, group, cast)
+        learn = learn_named if isinstance(source, Mapping) else learn_module
+        layout = learn(source, table, partial=group.size > 1)  # type: ignore[arg-type]
+    except WeightSyncError as error:
+        if group.size == 1:
+            raise
+        layout = error
+    owned = set(agree_on_owners(group, layout).owned)
+    assert isinstance(layout, Layout)
+    by_name = {spec.name: spec for spec in layout.tensors}
+    pieces = [
+        ServedPiece(by_name[name], placement)
+        for name in sorted(owned)
+        for placement in layout.by_tensor[name]
+        if placement.coords.count
+    ]
+    return ServedView(layout.tensors, tuple(pieces), layout, view_fingerprint(source), by_name)
+
+
+def _joint_table(
+    source: torch.nn.Module | Mapping[str, torch.Tensor], base: Sequence[TensorSpec], group: Group, cast: bool
+) -> tuple[TensorSpec, ...]:
+    """The union of what the ranks offer, with the dtypes in which it is served."""
+    tensors = source if isinstance(source, Mapping) else source.state_dict(keep_vars=True)
+    known = {spec.name: spec for spec in base}
+    mine = manifest_pb2.ViewManifest()
+    seen: set[object] = set()
+    for name, tensor in tensors.items():
+        # a model's tied weights are one tensor; named tensors are what the caller says they are
+        tied = (local_tensor(tensor).data_ptr(), tuple(tensor.shape))
+        if not isinstance(source, Mapping) and tensor.numel() and tied in seen:
+            continue
+        seen.add(tied)
+        dtype = dtype_of_torch(tensor.dtype).name
+        before = known.get(name)
+        if before is not None and cast and dtype in _FLOATS and before.dtype in _FLOATS:
+            dtype = before.dtype
+        shape = tuple(tensor.shape)
+        if dtype_of(dtype).bits < 8:  # torch counts bytes, safetensors counts codes
+            shape = (*shape[:-1], shape[-1] * (8 // dtype_of(dtype).bits))
+        code_bits = before.code_bits if before is not None and before.dtype == dtype else 0
+        mine.tensors.add(spec=TensorSpec(name, dtype, shape, code_bits).to_proto())
+    parts = group.gather(mine.SerializeToString())
+    verdict = group.broadcast(_union(parts) if group.rank == 0 else None)
+    if verdict[:1] == b"!":
+        raise TensorError(verdict[1:].decode(), do="offer each tensor with one dtype and shape on all ranks")
+    joint = manifest_pb2.ViewManifest.FromString(verdict)
+    return tuple(TensorSpec.from_proto(entry.spec) for entry in joint.tensors)
+
+
+def _union(parts: Sequence[bytes]) -> bytes:
+    found: dict[str, common_pb2.TensorSpec] = {}
+    for part in parts:
+        for entry in manifest_pb2.ViewManifest.FromString(part).tensors:
+            other = found.setdefault(entry.spec.name, entry.spec)
+            if other != entry.spec:
+                return f"!ranks offer {entry.spec.name!r} as different tensors".encode("utf-8", "replace")
+    table = sorted_table(TensorSpec.from_proto(spec) for spec in found.values())
+    return manifest_pb2.ViewManifest(
+        tensors=[manifest_pb2.TensorEntry(spec=spec.to_proto()) for spec in table]
+    ).SerializeToString()
+
+
+def read_bits(piece: ServedPiece, storage: torch.Tensor, start: int, stop: int) -> npt.NDArray[Any]:
+    """Elements [start, stop) of the piece's enumeration as (stop - start,) unsigned of the served width, contiguous.
+
+    Not copied when the storage is a CPU tensor of the served dtype and the piece is a run.
+    """
+    some = read_torch(piece, storage, start, stop)
+    return bits_of(some.cpu() if some.device.type != "cpu" else some)
+
+
+def read_torch(piece: ServedPiece, storage: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """The same on the storage's own device, in the served dtype, 1-d and contiguous."""
+    place = piece.placement.place
+    if place.is_run:
+        some = storage.narrow(0, place.offset + start, stop - start)
+    else:
+        some = _strided(storage, place, start, stop)
+    for name in piece.placement.casts:
+        some = some.to(dtype_of(name).torch)
+    return some
+
+
+def _strided(storage: torch.Tensor, place: Box, start: int, stop: int) -> torch.Tensor:
+    """Part of a strided box: whole rows of the outermost dimension, cut to size."""
+    whole = storage.as_strided(place.sizes, place.strides, storage.storage_offset() + place.offset)
+    if start == 0 and stop == place.count:
+        return whole.reshape(-1)
+    inner = place.count // place.sizes[0]
+    first, last = start // inner, -(-stop // inner)
+    rows = whole[first:last].reshape(-1)
+    return rows[start - first * inner : stop - first * inner]
+
+
+def bits_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """A contiguous CPU tensor's bits as a flat unsigned array, not copied."""
+    import torch
+
+    width = tensor.element_size()
+    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(signed).numpy().view(np.dtype(f"u{width}"))

@@ -1,0 +1,231 @@
+"""One rank's part of a version: its pieces, their base, their patch, their shards.
+
+Owns what a rank does on its own between two collective calls. Owns no order of steps and no agreement (publisher.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from weight_sync.codec.digest import Digest, digest_box
+from weight_sync.codec.diff import ChangeBuffer, diff_torch
+from weight_sync.codec.patch import READ, DiffPiece, Patch, encode_patch, nonfinite
+from weight_sync.codec.shard import build_shard, identity
+from weight_sync.config import Config
+from weight_sync.errors import TensorError
+from weight_sync.history import History
+from weight_sync.layout.link import normal, row_major
+from weight_sync.layout.meet import meet
+from weight_sync.ports import Changes, DensePiece, PublisherEnd
+from weight_sync.proto.v1 import common_pb2, report_pb2
+from weight_sync.served import ServedPiece, ServedView, read_bits, read_torch
+from weight_sync.snapshot import Snapshot, Undo
+from weight_sync.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Prepared", "RankWork"]
+
+_FORMS = {"step": common_pb2.FORM_STEP, "compact": common_pb2.FORM_COMPACT}
+_SHARD_BYTES = 1 << 30  # of one part of a full state
+
+
+@dataclass
+class Prepared:
+    """What one rank found: encoded, not sent.
+
+    Attributes:
+        patch: changes of tensors that the head has, too.
+        whole: pieces that travel whole.
+        undo: set while the snapshot already holds the new version.
+    """
+
+    view: ServedView
+    patch: Patch
+    whole: list[DensePiece] = field(default_factory=list)
+    undo: Undo | None = None
+
+
+class RankWork:
+    """Base, diff, shards and promotion of this rank's pieces."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.snapshot = Snapshot(config.snapshot, config.snapshot_dir)
+
+    # --- the base ---
+
+    def load(self, view: ServedView, storages: Mapping[str, torch.Tensor], history: History, head: int | None,
+             table: Iterable[TensorSpec]) -> report_pb2.RankReport:  # fmt: skip
+        """Fills the snapshot's missing pieces with the bits of version ``head``; reports their digests per tensor.
+
+        The report holds nothing when nothing was missing, or when there is no version.
+        """
+        known = set(table)
+        device = next((storage.device for storage in storages.values()), None)
+        missing = [piece for piece in view.pieces if piece.spec in known and piece not in self.snapshot]
+        report = report_pb2.RankReport()
+        if head is None or not missing:
+            return report
+        self.snapshot.allocate(missing, device)
+        homes: dict[TensorSpec, list[ServedPiece]] = {}
+        for piece in missing:
+            homes.setdefault(piece.spec, []).append(piece)
+        update = history.update(None, head)
+        for dense in update.dense():
+            for piece in homes.get(dense.spec, ()):
+                self._copy(dense, piece)
+        for item in update.changes:
+            for piece in homes.get(item.spec, ()):
+                self._step(item, piece)
+        numbers = {spec.name: i for i, spec in enumerate(view.table)}
+        for piece in view.pieces:
+            if piece.spec in known:
+                digest = digest_box(piece.spec, self.snapshot.array(piece), piece.coords, self.config.threads)
+                report.tensors.add(tensor=numbers[piece.spec.name], digest=digest.to_proto())
+        return report
+
+    def _copy(self, dense: DensePiece, piece: ServedPiece) -> None:
+        """The part of a dense piece that lies in ours."""
+        if dense.coords.is_run and dense.coords.count == dense.spec.elements:
+            self.snapshot.fill(piece, piece.coords.view(dense.bits).reshape(-1))
+            return
+        left = [normal((dense.coords, row_major(dense.coords.sizes)))]
+        right = [normal((piece.coords, row_major(piece.coords.sizes)))]
+        ours = self.snapshot.array(piece)
+        for _, _, (_, source, target) in meet(left, right):
+            target.view(ours)[...] = source.view(dense.bits)
+        self.snapshot.fill(piece, ours)
+
+    def _step(self, item: Changes, piece: ServedPiece) -> None:
+        at = piece.coords.find(item.coords.indices(item.positions))
+        inside = at >= 0
+        if not inside.any():
+            return
+        order = np.argsort(at[inside], kind="stable")
+        pick = np.flatnonzero(inside)[order]
+        steps = None if item.steps is None else item.steps[pick]
+        bits = None if item.bits is None else item.bits[pick]
+        self.snapshot.promote([Changes(piece.spec, piece.coords, at[pick].astype(np.uint32), steps, bits)])
+
+    # --- the patch ---
+
+    def prepare(self, view: ServedView, storages: Mapping[str, torch.Tensor], table: Iterable[TensorSpec]) -> Prepared:
+        """Diffs and encodes; nothing changes."""
+        known = set(table)
+        view.check(storages)
+        old = [piece for piece in view.pieces if piece.spec in known]
+        new = [piece for piece in view.pieces if piece.spec not in known]
+        forms = [_FORMS[name] for name in self.config.forms]
+        patch = encode_patch([self._diff_piece(piece, storages[piece.placement.storage]) for piece in old], forms,
+                             self.config.threads, self.config.refuse_nonfinite)  # fmt: skip
+        whole = [self._whole(piece, storages[piece.placement.storage]) for piece in new]
+        return Prepared(view, patch, whole)
+
+    def _diff_piece(self, piece: ServedPiece, storage: torch.Tensor) -> DiffPiece:
+        base = self.snapshot.tensor(piece)
+
+        def diff(start: int, stop: int, at: int, out: ChangeBuffer) -> int:
+            seen = 0
+            while start + seen < stop:
+                end = min(start + seen + READ, stop)
+                assert base is not None
+                took = diff_torch(base[start + seen : end], read_torch(piece, storage, start + seen, end), at + seen, out)
+                seen += took
+                if out.full:
+                    break
+            return seen
+
+        return DiffPiece(
+            piece.spec,
+            piece.coords,
+            lambda: self.snapshot.array(piece),
+            lambda start, stop: read_bits(piece, storage, start, stop),
+            None if base is None else diff,
+        )
+
+    def _whole(self, piece: ServedPiece, storage: torch.Tensor) -> DensePiece:
+        bits = read_bits(piece, storage, 0, piece.coords.count).copy()  # the trainer may go on while it is sent
+        if self.config.refuse_nonfinite and (bad := int(nonfinite(piece.spec, bits).sum())):
+            raise TensorError("tensor holds NaN or infinity", field=piece.spec.name, found=f"{bad} elements",
+                              do="repair the step, or publish without refuse_nonfinite")  # fmt: skip
+        return DensePiece(piece.spec, piece.coords, bits)
+
+    # --- sending ---
+
+    def send(self, end: PublisherEnd, run_id: str, number: int, rank: int, made: Prepared, full: bool) -> report_pb2.RankReport:
+        """Stores this rank's shards; on return they are durable and still visible to nobody."""
+        numbers = {spec.name: i for i, spec in enumerate(made.view.table)}
+        report = report_pb2.RankReport()
+        for name, total in made.patch.sums.items():
+            report.tensors.add(tensor=numbers[name], changed=total.changed, digest=total.digest.to_proto())
+        for piece in made.whole:
+            digest: Digest = digest_box(piece.spec, piece.bits, piece.coords, self.config.threads)
+            report.tensors.add(tensor=numbers[piece.spec.name], changed=len(piece.bits), digest=digest.to_proto(), whole=True)
+        for spec in self._empty(made.view, rank):
+            report.tensors.add(tensor=numbers[spec.name], whole=True)
+        view = self.config.view
+        for name in self.config.forms:
+            form = _FORMS[name]
+            frames = made.patch.frames.get(form, [])
+            pieces = made.whole if form == common_pb2.FORM_STEP and not full else []
+            if frames or pieces:
+                shard = build_shard(f"patch-{name}-{view}", identity(run_id, number, rank, view, form), frames, pieces)
+                report.shards.append(end.put_shard(number, shard))
+        if full:
+            made.undo = self.promote(made)
+            raw = common_pb2.FORM_RAW
+            for k, pieces in enumerate(self._parts(made.view)):
+                shard = build_shard(f"anchor-{view}-{k}", identity(run_id, number, rank, view, raw), (), pieces)
+                report.shards.append(end.put_shard(number, shard))
+        return report
+
+    def _empty(self, view: ServedView, rank: int) -> Iterator[TensorSpec]:
+        """Tensors without elements have no pieces; rank 0 speaks for them."""
+        if rank == 0:
+            yield from (spec for spec in view.table if not spec.elements)
+
+    def _parts(self, view: ServedView) -> Iterator[list[DensePiece]]:
+        """This rank's full state in parts, from the snapshot, not copied."""
+        part: list[DensePiece] = []
+        size = 0
+        for piece in view.pieces:
+            bits = self.snapshot.array(piece)
+            if part and size + bits.nbytes > _SHARD_BYTES:
+                yield part
+                part, size = [], 0
+            part.append(DensePiece(piece.spec, piece.coords, bits))
+            size += bits.nbytes
+        if part:
+            yield part
+
+    # --- promotion ---
+
+    def promote(self, made: Prepared) -> Undo:
+        """The snapshot moves to the new version, by our own encoded patch; returns the way back."""
+        if made.undo is not None:
+            return made.undo
+        frames = made.patch.frames.get(common_pb2.FORM_STEP, [])
+        undo: Undo = []
+        for frame in frames:
+            undo += self.snapshot.promote(frame.changes())
+        fresh = {(item.spec, item.coords): item for item in made.whole}
+        pieces = [piece for piece in made.view.pieces if piece.key in fresh]
+        self.snapshot.allocate(pieces)
+        for piece in pieces:
+            self.snapshot.fill(piece, fresh[piece.key].bits)
+        return undo
+
+    def settle(self, made: Prepared, committed: bool) -> None:
+        """The end of a round: the new version is the base, or the old one is again."""
+        if committed:
+            self.promote(made)
+            self.snapshot.retain(made.view.pieces)
+        elif made.undo is not None:
+            self.snapshot.demote(made.undo)
+            made.undo = None

@@ -1,0 +1,68 @@
+from weight_sync.proto.v1 import common_pb2 as _common_pb2
+from weight_sync.proto.v1 import manifest_pb2 as _manifest_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class TensorReport(_message.Message):
+    __slots__ = ("tensor", "changed", "digest", "whole")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    tensor: int
+    changed: int
+    digest: _common_pb2.Digest
+    whole: bool
+    def __init__(self, tensor: _Optional[int] = ..., changed: _Optional[int] = ..., digest: _Optional[_Union[_common_pb2.Digest, _Mapping]] = ..., whole: bool = ...) -> None: ...
+
+class RankReport(_message.Message):
+    __slots__ = ("tensors", "shards", "error")
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorReport]
+    shards: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.ShardRef]
+    error: str
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorReport, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[_manifest_pb2.ShardRef, _Mapping]]] = ..., error: _Optional[str] = ...) -> None: ...
+
+class OpenedReport(_message.Message):
+    __slots__ = ("run_id", "epoch", "head", "created", "error")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    epoch: int
+    head: _manifest_pb2.VersionManifest
+    created: bool
+    error: str
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., head: _Optional[_Union[_manifest_pb2.VersionManifest, _Mapping]] = ..., created: bool = ..., error: _Optional[str] = ...) -> None: ...
+
+class RoundPlan(_message.Message):
+    __slots__ = ("number", "learn", "anchor_reason", "error_kind", "error")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LEARN_FIELD_NUMBER: _ClassVar[int]
+    ANCHOR_REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_KIND_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    learn: bool
+    anchor_reason: str
+    error_kind: str
+    error: str
+    def __init__(self, number: _Optional[int] = ..., learn: bool = ..., anchor_reason: _Optional[str] = ..., error_kind: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+
+class RoundOutcome(_message.Message):
+    __slots__ = ("manifest", "error_kind", "error")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    ERROR_KIND_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    manifest: _manifest_pb2.VersionManifest
+    error_kind: str
+    error: str
+    def __init__(self, manifest: _Optional[_Union[_manifest_pb2.VersionManifest, _Mapping]] = ..., error_kind: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,57 @@
+"""Fixtures that more than one room needs: a real S3 server process."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """Endpoint of moto's S3 server, in a process of its own on a free loopback port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    endpoint = f"http://127.0.0.1:{port}"
+    server = subprocess.Popen(
+        [sys.executable, "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                urllib.request.urlopen(f"{endpoint}/moto-api/data.json", timeout=5).close()
+                break
+            except OSError:
+                assert server.poll() is None, "moto server died"
+                assert time.monotonic() < deadline, "moto server did not start"
+                time.sleep(0.02)
+        yield endpoint
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+
+
+@pytest.fixture
+def s3_uri(s3_server: str) -> tuple[str, dict[str, str]]:
+    """(uri, store_options) of an empty prefix in a bucket of its own."""
+    bucket = f"b{uuid.uuid4().hex[:12]}"
+    urllib.request.urlopen(urllib.request.Request(f"{s3_server}/{bucket}", method="PUT"), timeout=30).close()
+    options = {
+        "endpoint": s3_server,
+        "allow_http": "true",
+        "region": "us-east-1",
+        "access_key_id": "test",
+        "secret_access_key": "test",
+    }
+    return f"s3://{bucket}/some/prefix", options
