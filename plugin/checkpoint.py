@@ -82,6 +82,10 @@ class Checkpoint:
             raw = np.frombuffer(raw.tobytes(), np.uint8)
         return np.asarray(raw).view(spec.type.uint)
 
+    def span(self, name: str) -> tuple[int, int]:
+        """Where the tensor lies in its file: (offset, length) in bytes. Raises TensorError."""
+        return self._spans[self.spec(name).name]
+
     def digests(self, names: Iterable[str] | None = None, threads: int = 1) -> Iterator[tuple[TensorSpec, Digest]]:
         """Each tensor's part of the digest, header term included, one tensor at a time."""
         for name in [spec.name for spec in self.table] if names is None else names:
@@ -116,34 +120,49 @@ def _read_header(file: Path) -> Iterator[tuple[TensorSpec, tuple[int, int]]]:
         yield spec, (8 + length + begin, end - begin)
 
 
-def write_safetensors(
-    file: Path, tensors: Iterable[tuple[TensorSpec, npt.NDArray[Any]]], metadata: Mapping[str, str] | None = None
-) -> None:
-    """Writes one file, tensor by tensor, and syncs it; ``tensors`` is walked twice when it is a list."""
-    ordered = sorted(tensors, key=lambda item: -item[0].type.width)  # keeps wider elements aligned, as safetensors does
+def file_head(specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a file of these tensors, and each one's offset in the file, aligned to its elements."""
     table: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
+    places: dict[str, int] = {}
     at = 0
-    for spec, _ in ordered:
+    for spec in sorted(specs, key=lambda spec: -spec.type.width):  # keeps wider elements aligned, as safetensors does
         table[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, at + spec.nbytes]}
+        places[spec.name] = at
         at += spec.nbytes
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, {name: 8 + len(text) + at for name, at in places.items()}
+
+
+def write_safetensors(
+    file: Path, tensors: Iterable[tuple[TensorSpec, npt.NDArray[Any]]], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes one file, tensor by tensor, and syncs it."""
+    items = list(tensors)
+    head, places = file_head([spec for spec, _ in items], metadata)
     with file.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
-        for spec, bits in ordered:
+        stream.write(head)
+        for spec, bits in sorted(items, key=lambda item: places[item[0].name]):
             assert bits.nbytes == spec.nbytes, spec
             stream.write(memoryview(np.ascontiguousarray(bits)).cast("B") if bits.nbytes else b"")
         stream.flush()
         os.fsync(stream.fileno())
 
 
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+
+
+def is_weights(file: Path) -> bool:
+    """True for files of weights, and for their indices, by the hub's naming."""
+    return file.suffix in _WEIGHTS or file.name.endswith(".index.json")
+
+
 def copy_other_files(source: Path, target: Path) -> None:
-    """Configuration, tokenizer and the like: everything in the folder that is not weights. Hard links where they do."""
+    """Configuration, tokenizer and the like: everything in the folder that is not weights."""
     if not source.is_dir():
         return
     for item in sorted(source.iterdir()):
-        weights = item.suffix in {".safetensors", ".bin", ".pt", ".pth", ".gguf"} or item.name.endswith(".index.json")
-        if item.is_file() and not weights and not (target / item.name).exists():
+        if item.is_file() and not is_weights(item) and not (target / item.name).exists():
             shutil.copy2(item, target / item.name)
 
 
@@ -163,8 +182,8 @@ def plan_files(table: Iterable[TensorSpec], limit: int = _SHARD_BYTES) -> dict[s
 
 
 def write_index(folder: Path, files: Mapping[str, list[TensorSpec]]) -> None:
-    """The hub's index of several files; nothing for one."""
-    if len(files) < 2:
+    """The hub's index; nothing for one file of the name that is looked for without an index."""
+    if set(files) == {"model.safetensors"}:
         return
     total = sum(spec.nbytes for specs in files.values() for spec in specs)
     names = {spec.name: file for file, specs in files.items() for spec in specs}

@@ -192,6 +192,9 @@ def test_a_fork_is_a_new_run_that_followers_notice(config: Config) -> None:
     run = fork.open_run("forked", fork_of=parent, writer="w")
     assert (run.run_id, run.epoch, run.head, run.created) == ("forked", 0, None, True)
     assert (follower.run_id(), follower.newest_run()) == (old, "forked")
+    assert reader(config).head() is None  # nothing of the old run is served as the new one's
+    with pytest.raises(VersionMissingError):
+        reader(config).manifest(0)
     publish(fork)
     named = reader(config, old)
     assert (reader(config).run_id(), named.run_id()) == ("forked", old)

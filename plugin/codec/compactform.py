@@ -151,10 +151,10 @@ def encode_compact(
     frame.lanes = lanes
     frame.class_ids = bytes(used.tolist())
     frame.class_counts.extend(counts[used].ravel().tolist())
-    ends = np.cumsum(counts[used].sum(axis=1))[:-1]
-    header, parts = classstream.encode_classes(np.split(values, ends))
+    ends = np.cumsum(counts[used].sum(axis=1))
+    header, parts = classstream.encode_classes(np.split(values, ends)[:-1])
     frame.class_gaps.CopyFrom(header)
-    return parts + _encode_steps(frame, np.split(sorted_steps, ends), dtype)
+    return parts + _encode_steps(frame, np.split(sorted_steps, ends)[:-1], dtype)
 
 
 def _encode_steps(frame: shard_pb2.Frame, runs: list[npt.NDArray[Any]], dtype: DType) -> list[bytes]:

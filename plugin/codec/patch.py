@@ -166,35 +166,6 @@ def encode_patch(pieces: Sequence[DiffPiece], forms: Sequence[common_pb2.Form], 
     return patch
 
 
-def _boxed(pieces: Iterable[DiffPiece]) -> Iterator[DiffPiece]:
-    """Strided boxes larger than a frame as several boxes along their outermost dimension."""
-    for piece in pieces:
-        if piece.coords.is_run or piece.coords.count <= FRAME_ELEMENTS:
-            yield piece
-            continue
-        sizes, strides = piece.coords.sizes, piece.coords.strides
-        inner = piece.coords.count // sizes[0]
-        rows = max(1, FRAME_ELEMENTS // inner)
-        for first in range(0, sizes[0], rows):
-            count = min(rows, sizes[0] - first)
-            box = Box(piece.coords.offset + first * strides[0], (count, *sizes[1:]), strides)
-            yield from _boxed([_sub(piece, box, first * inner)]) if count == 1 and inner > FRAME_ELEMENTS else [
-                _sub(piece, box, first * inner)
-            ]
-
-
-def _sub(piece: DiffPiece, box: Box, start: int) -> DiffPiece:
-    box = Box(box.offset, box.sizes[1:], box.strides[1:]) if box.sizes[0] == 1 and len(box.sizes) > 1 else box
-    diff = piece.diff
-    return DiffPiece(
-        piece.spec,
-        box,
-        lambda: piece.old()[start : start + box.count],
-        lambda a, b: piece.read(start + a, start + b),
-        None if diff is None else lambda a, b, base, out: diff(start + a, start + b, base, out),
-    )
-
-
 _Result = tuple[dict[int, EncodedFrame], list[tuple[str, int, Digest]]]
 
 

@@ -15,6 +15,7 @@ Steps at which the fault tests kill the process (``weight_sync.config.crash_poin
 from __future__ import annotations
 
 from weight_sync.config import Config
+from weight_sync.ports import Transport
 from weight_sync.transport.file.publisher_end import FilePublisherEnd
 from weight_sync.transport.file.replica_end import FileReplicaEnd
 from weight_sync.transport.file.store import Store
@@ -22,7 +23,7 @@ from weight_sync.transport.file.store import Store
 __all__ = ["FilePublisherEnd", "FileReplicaEnd", "FileTransport"]
 
 
-class FileTransport:
+class FileTransport(Transport):
     """Versions in an object store. Raises ConfigError when the URI or the store options are no good.
 
     ``memory://name`` stores live in this process and are shared by all transports of the same URI.

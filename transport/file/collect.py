@@ -79,7 +79,9 @@ class Collector:
     def _bury(self, number: int) -> bool:
         """Replaces a version by its tombstone; False when another collection was here first."""
         manifest = self._log.read(number)
-        if manifest is None or not is_version(manifest.kind):
+        assert manifest is not None  # entries are never removed
+        if not is_version(manifest.kind):
+            self._entries[number] = Entry.of(manifest)
             return False
         tomb = _tombstone(manifest, f"outside the newest {self._keep_versions} versions, and no lease needs it")
         self._store.replace(keys.entry(self._log.run_id, number), tomb.SerializeToString())

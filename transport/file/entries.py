@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 
-from weight_sync.errors import EpochFencedError, InputError
+from weight_sync.errors import EpochFencedError, InputError, StoreUnavailableError
 from weight_sync.ports import OpenedRun
 from weight_sync.proto.v1 import manifest_pb2
 from weight_sync.transport.file import keys
@@ -53,11 +53,18 @@ def check_own(manifest: manifest_pb2.VersionManifest, run: OpenedRun) -> None:
 
 
 def put_entry(store: Store, log: Log, manifest: manifest_pb2.VersionManifest) -> bool:
-    """Put-if-absent; True when the entry there is ours, be it from an earlier try whose answer was lost."""
+    """Put-if-absent; True when the entry there is ours, be it from an earlier try whose answer was lost.
+
+    Raises StoreUnavailableError when the store refuses the put and has no entry, as S3 may while a rival puts.
+    """
     if store.create(keys.entry(log.run_id, manifest.number), manifest.SerializeToString()):
         return True
     found = log.read(manifest.number)
-    return found is not None and found.nonce == manifest.nonce
+    if found is None:
+        raise StoreUnavailableError(
+            "conditional put was refused, but nothing is there", field=log.name(manifest.number), do="try again"
+        )
+    return found.nonce == manifest.nonce
 
 
 def fenced(winner: manifest_pb2.VersionManifest, name: str, run: OpenedRun) -> EpochFencedError:

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from weight_sync.config import Config, crash_point
 from weight_sync.errors import CorruptionError, DeadlineError, InputError, LineageError, StoreError
-from weight_sync.ports import Fate, OpenedRun, ShardBytes
+from weight_sync.ports import Fate, OpenedRun, PublisherEnd, ShardBytes
 from weight_sync.proto.v1 import common_pb2, manifest_pb2, replica_pb2, trajectory_pb2
 from weight_sync.transport.file import keys
 from weight_sync.transport.file.collect import Collector
@@ -32,7 +32,7 @@ from weight_sync.version import ABORTED, EPOCH, EXPIRED, Entry, is_version, may_
 __all__ = ["FilePublisherEnd"]
 
 
-class FilePublisherEnd:
+class FilePublisherEnd(PublisherEnd):
     """One rank's end. Not thread-safe, but ``put_shard`` may run in several threads at once."""
 
     keeps_history = True
@@ -69,24 +69,28 @@ class FilePublisherEnd:
         """
         self._writer = writer
         deadline = time.monotonic() + self._config.timeout_s
-        while True:
-            chosen = choose(self._register.refresh(), run_id, fork_of)
+        made: str | None = None
+        while time.monotonic() < deadline:
+            known = self._register.refresh()
+            if made is not None and self._register.find(made) is not None:
+                chosen: str | None = made
+            else:
+                chosen = choose(known, run_id, fork_of)
             if chosen is None:
                 if fork_of is not None:
                     check_parent(self._store, self._register, fork_of)
                 record = new_record(run_id, fork_of, writer)
-                if self._register.append(record):
-                    chosen = record.run_id
-            if chosen is not None:
-                opened = self._claim(chosen)
-                if opened is not None:
-                    self.attach(opened)
-                    self._commits = True
-                    return opened
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    "rivals keep writing to the store", field="weight_sync.timeout_s", do="stop the other publishers"
-                )
+                self._register.append(record)  # if somebody else was first, or the answer was lost, look again
+                made = record.run_id
+                continue
+            opened = self._claim(chosen)
+            if opened is not None:
+                self.attach(opened)
+                self._commits = True
+                return opened
+        raise DeadlineError(
+            "rivals keep writing to the store", field="weight_sync.timeout_s", do="stop the other publishers"
+        )
 
     def attach(self, run: OpenedRun) -> None:
         """Tells a rank other than 0 what rank 0 opened."""

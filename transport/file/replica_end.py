@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from weight_sync.config import Config
 from weight_sync.errors import CorruptionError, VersionExpiredError, VersionMissingError
+from weight_sync.ports import ReplicaEnd
 from weight_sync.proto.v1 import common_pb2, manifest_pb2, replica_pb2, trajectory_pb2
 from weight_sync.transport.file import keys
 from weight_sync.transport.file.inbox import Outbox
@@ -27,7 +28,7 @@ from weight_sync.version import EXPIRED, Entry, is_version, kind_name, may_follo
 __all__ = ["FileReplicaEnd"]
 
 
-class FileReplicaEnd:
+class FileReplicaEnd(ReplicaEnd):
     """A reader's end. ``read`` may run in several threads; the rest belongs to one. ``close`` ends a ``wait``.
 
     Follows one run for life: the named one, else that of the configuration, else the newest when it first looked. A

@@ -42,12 +42,9 @@ class Register:
                 raise FormatError("unusable run id", field=name, found=record.run_id) from error
             self.records.append(record)
 
-    def append(self, record: manifest_pb2.RunRecord) -> bool:
-        """Adds a record after those seen so far; False when another one came first: refresh and decide again."""
-        created = self._store.create(keys.run_record(len(self.records)), record.SerializeToString())
-        if created:
-            self.records.append(record)
-        return created
+    def append(self, record: manifest_pb2.RunRecord) -> None:
+        """Puts a record after those seen so far, unless another one is there; ``refresh`` tells which."""
+        self._store.create(keys.run_record(len(self.records)), record.SerializeToString())
 
     def find(self, run_id: str) -> manifest_pb2.RunRecord | None:
         """The record of a run, among those seen so far."""
