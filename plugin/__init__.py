@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from weight_sync.codec.digest import Digest
     from weight_sync.config import Config
     from weight_sync.errors import WeightSyncError
-    from weight_sync.publisher import Publisher, PublishReport
+    from weight_sync.publisher import Publisher
     from weight_sync.replica import Replica, SyncReport
+    from weight_sync.reports import PublishReport
     from weight_sync.tensors import TensorSpec
 
 __version__ = "0.1.0"
@@ -21,7 +22,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Config": "weight_sync.config",
     "Digest": "weight_sync.codec.digest",
-    "PublishReport": "weight_sync.publisher",
+    "PublishReport": "weight_sync.reports",
     "Publisher": "weight_sync.publisher",
     "Replica": "weight_sync.replica",
     "SyncReport": "weight_sync.replica",

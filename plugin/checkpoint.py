@@ -103,20 +103,26 @@ def _read_header(file: Path) -> Iterator[tuple[TensorSpec, tuple[int, int]]]:
         first = stream.read(8)
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
         if length > min(_MAX_HEADER, size - 8):
-            raise FormatError("file is cut off or not safetensors", field=str(file), found=f"{size} bytes", do="write it again")
+            raise FormatError(
+                "file is cut off or not safetensors", field=str(file), found=f"{size} bytes", do="write it again"
+            )
         raw = stream.read(length)
     try:
         table = json.loads(raw)
         entries = [(k, v["dtype"], v["shape"], v["data_offsets"]) for k, v in table.items() if k != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FormatError("header is not a table of tensors", field=str(file), found=str(error), do="write it again") from error
+        raise FormatError(
+            "header is not a table of tensors", field=str(file), found=str(error), do="write it again"
+        ) from error
     for name, dtype, shape, (begin, end) in entries:
         try:
             spec = TensorSpec(name, dtype, tuple(shape))
         except InputError as error:
             raise TensorError(f"{file.name}: {error.what}", field=name, found=error.found, do=error.do) from error
         if not 0 <= begin <= end <= size - 8 - length or end - begin != spec.nbytes:
-            raise FormatError("file is cut off", field=f"{file}: {name}", found=(begin, end), expected=f"{spec.nbytes} bytes")
+            raise FormatError(
+                "file is cut off", field=f"{file}: {name}", found=(begin, end), expected=f"{spec.nbytes} bytes"
+            )
         yield spec, (8 + length + begin, end - begin)
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from weight_sync.checkpoint import Checkpoint
 from weight_sync.codec.diff import ChangeBuffer, diff_run
 from weight_sync.codec.threads import ordered_map
-from weight_sync.dtypes import DType
+from weight_sync.dtypes import DType, dtype_of
 from weight_sync.tensors import TensorSpec
 
 __all__ = ["STEP_BINS", "Comparison", "Counts", "KindDiff", "TensorDiff", "compare", "kind_of", "step_bins"]
@@ -207,9 +207,7 @@ def compare_run(old: npt.NDArray[Any], new: npt.NDArray[Any], dtype: DType) -> C
     return out
 
 
-def _count_changes(
-    old: npt.NDArray[Any], new: npt.NDArray[Any], steps: npt.NDArray[Any], dtype: DType
-) -> Counts:
+def _count_changes(old: npt.NDArray[Any], new: npt.NDArray[Any], steps: npt.NDArray[Any], dtype: DType) -> Counts:
     size = np.minimum(steps, ~steps + steps.dtype.type(1)).astype(np.uint64)  # |step| of a step modulo 2^(8 width)
     bins = np.searchsorted(_EDGES, size, side="left")
     out = Counts(changed=len(old), largest_step=int(size.max()), steps=np.bincount(bins, minlength=STEP_BINS))
@@ -225,7 +223,7 @@ def _count_changes(
 def count_nan(bits: npt.NDArray[Any], dtype: DType) -> int:
     """NaN among (n,) unsigned elements; a complex number counts once per part. 0 for dtypes without NaN."""
     if dtype.name == "C64":
-        return count_nan(bits.view(np.uint32), _F32)
+        return count_nan(bits.view(np.uint32), dtype_of("F32"))
     if dtype.name in _ONE_NAN:
         return int(np.count_nonzero(bits == bits.dtype.type(_ONE_NAN[dtype.name])))
     if dtype.name not in _EXPONENTS:
@@ -236,6 +234,3 @@ def count_nan(bits: npt.NDArray[Any], dtype: DType) -> int:
         int(np.count_nonzero((bits[at : at + (1 << 20)] & kind(mask)) > kind(infinity)))  # in cache-sized parts
         for at in range(0, len(bits), 1 << 20)
     )
-
-
-_F32 = DType("F32", 4, True, 23, 8, "float32", 32)

@@ -1,4 +1,4 @@
-"""The ``weight_sync.*`` keys, once: names, defaults, help and checks. Every adapter and the command line read them here.
+"""The ``weight_sync.*`` keys, once: names, defaults, help and checks. Adapters and the command line read them here.
 
 Owns the configuration model and the reading of the environment. Owns no host syntax and opens nothing.
 
@@ -90,7 +90,9 @@ class Config(_Keys):
     )
     also: tuple[Outlet, ...] = Field((), description="further outlets of the same publish")
     store: str | None = Field(None, description="where a push or grpc publisher keeps history")
-    run_id: str | None = Field(None, description="run to open or follow; default: the newest in the store, else a new one")
+    run_id: str | None = Field(
+        None, description="run to open or follow; default: the newest in the store, else a new one"
+    )
     fork: bool = Field(False, description="start a new run from the trainer's state when it does not continue the head")
     view: str = Field("default", description="name of the served view that is published or followed")
     forms: tuple[Literal["step", "compact"], ...] = Field(("step",), description="forms in which patches are stored")
@@ -110,7 +112,9 @@ class Config(_Keys):
     lease_ttl_s: int = Field(600, ge=1, description="life of a lease that is not renewed")
     pause: Literal["keep", "wait", "abort"] = Field("wait", description="what happens to requests at a fence")
     fence_s: float = Field(60.0, gt=0, description="longest wait for requests in flight at a fence")
-    audit_every: int = Field(0, ge=0, description="versions between full recomputations of the digest; 0: at attach only")
+    audit_every: int = Field(
+        0, ge=0, description="versions between full recomputations of the digest; 0: at attach only"
+    )
     replica_id: str | None = Field(None, description="name of this replica; default: host and process")
     staging_bytes: int = Field(4 << 30, ge=1 << 20, description="most memory for decoded patches")
     cache_dir: str | None = Field(None, description="folder for canonical copies of checkpoints")
@@ -127,7 +131,9 @@ class Config(_Keys):
     @classmethod
     def _forms(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if "step" not in value:  # it is what folds, serves ranges and promotes the publisher's own base
-            raise ConfigError("patches are always stored in step form", field="forms", found=value, expected="step first")
+            raise ConfigError(
+                "patches are always stored in step form", field="forms", found=value, expected="step first"
+            )
         return tuple(dict.fromkeys(value))
 
     @field_validator("view")
@@ -180,8 +186,12 @@ def _config_error(error: ValidationError) -> ConfigError:
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, list(Config.model_fields), n=1, cutoff=0.0)
-        return ConfigError("unknown key", field=f"weight_sync.{key}", expected=near[0] if near else "a listed key",
-                           do="weight-sync config lists all keys")
+        return ConfigError(
+            "unknown key",
+            field=f"weight_sync.{key}",
+            expected=near[0] if near else "a listed key",
+            do="weight-sync config lists all keys",
+        )
     if first["type"] == "missing":
         return ConfigError("missing key", field=f"weight_sync.{key}", do="set it in the weight_sync block")
     return ConfigError("bad value", field=f"weight_sync.{key}", found=first["input"], expected=first["msg"])

@@ -57,7 +57,9 @@ class DType:
 
         found = getattr(torch, self.torch_name, None) if self.torch_name else None
         if found is None:
-            raise TensorError("this torch has no such dtype", field="dtype", found=self.name, do="install a newer torch")
+            raise TensorError(
+                "this torch has no such dtype", field="dtype", found=self.name, do="install a newer torch"
+            )
         return found  # type: ignore[no-any-return]
 
     def elements(self, shape: tuple[int, ...]) -> int:

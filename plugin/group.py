@@ -35,7 +35,7 @@ class SoloGroup:
 
 
 class TorchGroup:
-    """The ranks of a torch.distributed job, over a gloo group of its own, so that it never meets the host's collectives.
+    """The ranks of a torch.distributed job, over a gloo group of its own, which never meets the host's collectives.
 
     Args:
         ranks: global ranks that publish together, None for all. Every one of them must make the group.

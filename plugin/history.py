@@ -97,7 +97,9 @@ class History:
         found = rules.plan(self.entry, have, target, by_reference=self.resolve_base(None) is not None)
         if isinstance(found, rules.NoPath):
             kind = VersionExpiredError if found.expired else VersionMissingError
-            raise kind(found.reason, field="version", found=target, do="follow the newest version, or ask for an anchor")
+            raise kind(
+                found.reason, field="version", found=target, do="follow the newest version, or ask for an anchor"
+            )
         return found
 
     def resolve_base(self, manifest: manifest_pb2.VersionManifest | None) -> str | None:

@@ -20,7 +20,9 @@ from weight_sync.tensors import TensorSpec
 __all__ = ["Ledger", "anchor_due", "check_step"]
 
 
-def anchor_due(config: Config, head: int | None, since: int, patch_bytes: int, state_bytes: int, wanted: Sequence[str]) -> str:
+def anchor_due(
+    config: Config, head: int | None, since: int, patch_bytes: int, state_bytes: int, wanted: Sequence[str]
+) -> str:
     """Why the next version carries a full state; "" when it does not.
 
     Args:

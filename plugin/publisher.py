@@ -10,38 +10,37 @@ Every rank of a torch.distributed job calls every method; ranks publish their ow
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from weight_sync import config as configuration
-from weight_sync import errors
 from weight_sync.checkpoint import Checkpoint
-from weight_sync.codec.digest import Digest, header_digest
+from weight_sync.codec.digest import Digest
 from weight_sync.config import Config, crash_point
-from weight_sync.codec.shard import build_shard, identity
+from weight_sync.consensus import pack_error, raise_packed, unpack_error, writer_name
 from weight_sync.errors import (
     DeadlineError,
     EpochFencedError,
     ForkRequiredError,
     StoreError,
     StoreUnavailableError,
-    VersionError,
     WeightSyncError,
 )
 from weight_sync.group import default_group
-from weight_sync.history import History, view_of
-from weight_sync.layout.box import Box
+from weight_sync.history import view_of
 from weight_sync.lineage import Ledger, anchor_due, check_step
-from weight_sync.ports import DensePiece, Fate, Group, OpenedRun, PublisherEnd
+from weight_sync.opening import base_digests, check_base, open_run, ship_base
+from weight_sync.ports import Fate, Group, OpenedRun, PublisherEnd
 from weight_sync.proto.v1 import common_pb2, manifest_pb2, replica_pb2, report_pb2, trajectory_pb2
+from weight_sync.proving import learn_proven
 from weight_sync.registry import open_transport
-from weight_sync.served import ServedView, learn_view, named_source, storages_of, view_fingerprint
+from weight_sync.reports import PublishReport
+from weight_sync.served import ServedView, named_source, storages_of, view_fingerprint
 from weight_sync.work import Prepared, RankWork
 
 if TYPE_CHECKING:
@@ -50,45 +49,6 @@ if TYPE_CHECKING:
     from weight_sync.served import Source
 
 __all__ = ["PublishReport", "Publisher"]
-
-
-@dataclass(frozen=True)
-class PublishReport:
-    """What one publish did.
-
-    Attributes:
-        version: number of the version, with its run.
-        kind: "PATCH" or "ANCHOR".
-        step: the trainer's.
-        elements, changed: of the whole view, all ranks.
-        patch_bytes: stored bytes of the patch, all ranks, all forms.
-        anchor_bytes: stored bytes of the full state, 0 without one.
-        digest: of the state, 32 hex digits.
-        seconds: by phase: diff, send, commit, promote, and total.
-        reason: why a full state was written, "" for none.
-    """
-
-    version: int
-    run_id: str
-    kind: str
-    step: int | None
-    elements: int
-    changed: int
-    patch_bytes: int
-    anchor_bytes: int
-    digest: str
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    reason: str = ""
-
-    @property
-    def density(self) -> float:
-        """Changed elements over all elements."""
-        return self.changed / self.elements if self.elements else 0.0
-
-    @property
-    def bits_per_changed(self) -> float:
-        """Stored bits of the patch per changed element; 0 when nothing changed."""
-        return 8 * self.patch_bytes / self.changed if self.changed else 0.0
 
 
 class Publisher:
@@ -135,7 +95,7 @@ class Publisher:
         ranks = group if group is not None else default_group(config.timeout_s)
         end = open_transport(config).publisher_end(ranks.rank, ranks.size)
         try:
-            publisher = cls(config, end, _open_run(config, end, ranks), ranks)
+            publisher = cls(config, end, open_run(config, end, ranks), ranks)
             publisher._start()
         except BaseException:
             end.close()
@@ -167,53 +127,15 @@ class Publisher:
         if self.config.base is None:
             return
         checkpoint = Checkpoint(self.config.base)
-        digests = self._base_digests(checkpoint)
-        if self._run.created:
-            entries = [(spec, digests[spec.name]) for spec in checkpoint.table]
-            manifest = self._ledger.base_manifest(self._run, self.config, entries, _writer())
-            if self.config.ship_base == "always":
-                manifest.views[0].shards.extend(self._ship(checkpoint))
-            self._conclude(manifest)
+        digests = base_digests(checkpoint, self.config.threads, self.group)
+        if not self._run.created:
+            check_base(self._end, self.config, digests)
             return
-        anchor = self._anchor0()
-        if anchor is None:
-            return
-        expected, found = Digest.from_proto(view_of(anchor, self.config.view).digest), Digest.sum(digests.values())
-        if expected != found:
-            raise ForkRequiredError(
-                "base is not the base of this run", field="base", found=f"{self.config.base} with digest {found}",
-                expected=expected.hex(), do="set base to the run's own base, or fork: true to start a new run",
-            )  # fmt: skip
-
-    def _ship(self, checkpoint: Checkpoint) -> list[manifest_pb2.ShardRef]:
-        """The base's bits into the store, the ranks sharing the work; all references, on rank 0."""
-        names = [spec.name for spec in checkpoint.table][self.group.rank :: self.group.size]
-        raw, report = common_pb2.FORM_RAW, report_pb2.RankReport()
-        pieces = [DensePiece(checkpoint.spec(n), Box.run(0, checkpoint.spec(n).elements), checkpoint.bits(n)) for n in names]
-        if pieces:
-            label = f"anchor-{self.config.view}"
-            shard = build_shard(label, identity(self.run_id, 0, self.group.rank, self.config.view, raw), (), pieces)
-            report.shards.append(self._end.put_shard(0, shard))
-        reports = self.group.gather(report.SerializeToString())
-        return [ref for part in reports for ref in report_pb2.RankReport.FromString(part).shards]
-
-    def _anchor0(self) -> manifest_pb2.VersionManifest | None:
-        for entry in self._end.reader().entries():
-            return entry if entry.kind == manifest_pb2.ENTRY_KIND_ANCHOR else None
-        return None
-
-    def _base_digests(self, checkpoint: Checkpoint) -> dict[str, Digest]:
-        """Of every tensor; the ranks share the work."""
-        names = [spec.name for spec in checkpoint.table][self.group.rank :: self.group.size]
-        mine = manifest_pb2.ViewManifest()
-        for spec, digest in checkpoint.digests(names, self.config.threads):
-            mine.tensors.add(spec=spec.to_proto(), digest=digest.to_proto())
-        parts = self.group.gather(mine.SerializeToString())
-        joint = manifest_pb2.ViewManifest()
-        for part in parts:
-            joint.MergeFromString(part)
-        everyone = manifest_pb2.ViewManifest.FromString(self.group.broadcast(joint.SerializeToString() if parts else None))
-        return {entry.spec.name: Digest.from_proto(entry.digest) for entry in everyone.tensors}
+        entries = [(spec, digests[spec.name]) for spec in checkpoint.table]
+        manifest = self._ledger.base_manifest(self._run, self.config, entries, writer_name())
+        if self.config.ship_base == "always":
+            manifest.views[0].shards.extend(ship_base(checkpoint, self._end, self.run_id, self.config.view, self.group))
+        self._conclude(manifest)
 
     # --- publishing ---
 
@@ -240,7 +162,9 @@ class Publisher:
         named, storages, why = self._guarded(lambda: _opened(source, self._ledger, step))
         plan = self._round(named, why)
         if plan.learn:
-            self._learn(named, storages, cast)
+            self._view = learn_proven(
+                named, storages, cast, self._ledger, self._work, self._end.reader(), self.config, self.group
+            )
         assert self._view is not None
         made, why = self._work_of(self._view, storages)
         seconds = {"diff": time.perf_counter() - started}
@@ -262,7 +186,9 @@ class Publisher:
             if pending.done():
                 raise
             self._pending = pending
-            raise DeadlineError("the version in flight has not ended", field="settle", expected=f"within {limit:g} s") from error
+            raise DeadlineError(
+                "the version in flight has not ended", field="settle", expected=f"within {limit:g} s"
+            ) from error
 
     @staticmethod
     def _guarded(work: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any, WeightSyncError | None]:
@@ -275,7 +201,7 @@ class Publisher:
     def _round(self, named: Any, why: WeightSyncError | None) -> report_pb2.RoundPlan:
         """Number, whether to learn the view again and whether to write a full state: one answer for all ranks."""
         if why is not None:
-            mine = b"!" + _pack_error(why)
+            mine = b"!" + pack_error(why).encode("utf-8", "replace")
         else:
             stale = self._view is None or view_fingerprint(named) != self._view.fingerprint
             mine = b"L" if stale else b"S"
@@ -284,14 +210,14 @@ class Publisher:
         if parts:
             self._plan(plan, parts)
         plan = report_pb2.RoundPlan.FromString(self.group.broadcast(plan.SerializeToString() if parts else None))
-        _raise_packed(plan.error_kind, plan.error, why)
+        raise_packed(plan.error, why)
         return plan
 
     def _plan(self, plan: report_pb2.RoundPlan, parts: Sequence[bytes]) -> None:
         try:
             failed = next((part for part in parts if part[:1] == b"!"), None)
             if failed is not None:
-                raise _unpack_error(failed[1:])
+                raise unpack_error(failed[1:].decode("utf-8", "replace"))
             self._settle_unknown()
             plan.number = self._end.next_number()
             plan.learn = any(part == b"L" for part in parts)
@@ -299,7 +225,7 @@ class Publisher:
             plan.anchor_reason = anchor_due(self.config, ledger.head, ledger.since, ledger.patch_bytes,
                                             ledger.state_bytes, list(self._end.wants()))  # fmt: skip
         except WeightSyncError as error:
-            plan.error_kind, plan.error = type(error).__name__, str(error)
+            plan.error = pack_error(error)
 
     def _settle_unknown(self) -> None:
         """A number whose fate is unknown is closed before the next one is begun, on rank 0."""
@@ -312,50 +238,6 @@ class Publisher:
                 do="open the publisher again: it goes on from that version",
             )  # fmt: skip
         self._unknown = None
-
-    def _learn(self, named: Any, storages: Mapping[str, torch.Tensor], cast: bool) -> None:
-        """The view, and the base of its new pieces, proven by digest."""
-        base = self._ledger.table
-        view = learn_view(named, base, self.group, cast)
-        history = History(self._end.reader(), self.config.view, self.config.threads, self.config.base)
-        report, why = report_pb2.RankReport(), None
-        try:
-            report = self._work.load(view, storages, history, self._ledger.head, base)
-        except WeightSyncError as error:
-            why = error
-            report.error = _pack_error(error).decode()
-        parts = self.group.gather(report.SerializeToString())
-        plan = report_pb2.RoundPlan()
-        try:
-            if parts:
-                self._prove(view, [report_pb2.RankReport.FromString(part) for part in parts])
-        except WeightSyncError as error:
-            plan.error_kind, plan.error = type(error).__name__, str(error)
-        plan = report_pb2.RoundPlan.FromString(self.group.broadcast(plan.SerializeToString() if parts else None))
-        if plan.error_kind:
-            self._work.snapshot.retain(())
-        _raise_packed(plan.error_kind, plan.error, why)
-        self._view = view
-
-    def _prove(self, view: ServedView, reports: Sequence[report_pb2.RankReport]) -> None:
-        """The base that the ranks loaded is the head, tensor by tensor."""
-        for report in reports:
-            if report.error:
-                raise _unpack_error(report.error.encode())
-        sums: dict[str, Digest] = {}
-        for report in reports:
-            for item in report.tensors:
-                name = view.table[item.tensor].name
-                sums[name] = sums.get(name, Digest()) + Digest.from_proto(item.digest)
-        specs = {spec.name: spec for spec in view.table}
-        for name, found in sums.items():
-            expected = self._ledger.digests[name]
-            if header_digest(specs[name]) + found != expected:
-                raise ForkRequiredError(
-                    "the base that was loaded is not the run's head", field=name,
-                    found=(header_digest(specs[name]) + found).hex(), expected=expected.hex(),
-                    do="set base to the run's own base, or fork: true to start a new run",
-                )  # fmt: skip
 
     def _work_of(
         self, view: ServedView, storages: Mapping[str, torch.Tensor]
@@ -374,12 +256,14 @@ class Publisher:
         report = report_pb2.RankReport()
         if made is not None:
             try:
-                report = self._work.send(self._end, self.run_id, number, self.group.rank, made, bool(job.plan.anchor_reason))
+                report = self._work.send(
+                    self._end, self.run_id, number, self.group.rank, made, bool(job.plan.anchor_reason)
+                )
                 crash_point("publish:sent")
             except WeightSyncError as error:
                 why = error
         if why is not None:
-            report.error = _pack_error(why).decode()
+            report.error = pack_error(why)
         job.seconds["send"] = time.perf_counter() - begun
         begun = time.perf_counter()
         committed = False
@@ -410,16 +294,19 @@ class Publisher:
             reports = [report_pb2.RankReport.FromString(part) for part in parts]
             failed = next((r.error for r in reports if r.error), None)
             if failed is not None:
-                failure = _unpack_error(failed.encode())
+                failure = unpack_error(failed)
             else:
                 assert job.made is not None
                 manifest = self._ledger.manifest(self._run, job.plan.number, job.step, job.metadata,
-                                                 bool(job.plan.anchor_reason), _writer())  # fmt: skip
+                                                 bool(job.plan.anchor_reason), writer_name())  # fmt: skip
                 self._ledger.add_view(manifest, job.made.view.table, reports)
         return self._conclude(manifest, failure, why)
 
     def _conclude(
-        self, manifest: manifest_pb2.VersionManifest, failure: WeightSyncError | None = None, own: WeightSyncError | None = None
+        self,
+        manifest: manifest_pb2.VersionManifest,
+        failure: WeightSyncError | None = None,
+        own: WeightSyncError | None = None,
     ) -> manifest_pb2.VersionManifest:
         """Rank 0 commits, everyone hears how it went and raises the same error."""
         outcome = report_pb2.RoundOutcome()
@@ -432,11 +319,11 @@ class Publisher:
                 outcome.manifest.CopyFrom(manifest)
             except WeightSyncError as error:
                 failure = error
-                outcome.error_kind, outcome.error = type(error).__name__, str(error)
+                outcome.error = pack_error(error)
         outcome = report_pb2.RoundOutcome.FromString(
             self.group.broadcast(outcome.SerializeToString() if self.group.rank == 0 else None)
         )
-        _raise_packed(outcome.error_kind, outcome.error, own or failure)
+        raise_packed(outcome.error, own or failure)
         self._ledger.committed(outcome.manifest)
         return outcome.manifest
 
@@ -498,7 +385,9 @@ class Publisher:
     def __enter__(self) -> Publisher:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None:
             self.close()
             return
@@ -527,62 +416,3 @@ def _opened(source: Source, ledger: Ledger, step: int | None) -> tuple[Any, Any]
                                 do="resume the trainer from the head, or fork: true to start a new run")  # fmt: skip
     named = named_source(source)
     return named, storages_of(named)
-
-
-def _open_run(config: Config, end: PublisherEnd, group: Group) -> OpenedRun:
-    """Rank 0 opens, the others are told."""
-    report = report_pb2.OpenedReport()
-    opened: OpenedRun | None = None
-    failure: WeightSyncError | None = None
-    if group.rank == 0:
-        try:
-            opened = end.open_run(config.run_id, fork_of=_fork_of(config, end), writer=_writer())
-            report = report_pb2.OpenedReport(run_id=opened.run_id, epoch=opened.epoch, head=opened.head, created=opened.created)
-        except WeightSyncError as error:
-            failure = error
-            report.error = _pack_error(error).decode()
-    report = report_pb2.OpenedReport.FromString(
-        group.broadcast(report.SerializeToString() if group.rank == 0 else None)
-    )
-    if report.error:
-        raise failure or _unpack_error(report.error.encode())
-    if opened is None:
-        head = report.head if report.HasField("head") else None
-        opened = OpenedRun(report.run_id, report.epoch, head, report.created)
-        end.attach(opened)
-    return opened
-
-
-def _fork_of(config: Config, end: PublisherEnd) -> common_pb2.VersionId | None:
-    """The version that a fork starts from: the head of the newest run; None without ``fork``."""
-    if not config.fork:
-        return None
-    reader = end.reader()
-    try:
-        head = reader.head()
-        return None if head is None else common_pb2.VersionId(run_id=reader.run_id(), number=head)
-    except VersionError:
-        return None  # an empty store: the run is new anyway
-    finally:
-        reader.close()
-
-
-def _pack_error(error: WeightSyncError) -> bytes:
-    return f"{type(error).__name__}\0{error}".encode("utf-8", "replace")
-
-
-def _unpack_error(data: bytes) -> WeightSyncError:
-    """Another rank's error, of the same class."""
-    kind, _, text = data.decode("utf-8", "replace").partition("\0")
-    found = getattr(errors, kind, WeightSyncError)
-    return found(text) if isinstance(found, type) and issubclass(found, WeightSyncError) else WeightSyncError(text)
-
-
-def _raise_packed(kind: str, text: str, own: WeightSyncError | None) -> None:
-    if not kind:
-        return
-    raise own if own is not None else _unpack_error(f"{kind}\0{text}".encode())
-
-
-def _writer() -> str:
-    return f"{socket.gethostname()}:{os.getpid()}"

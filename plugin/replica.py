@@ -151,7 +151,9 @@ class Replica:
 
     # --- following ---
 
-    def sync(self, min_version: int | None = None, exact: int | None = None, timeout: float | None = None) -> SyncReport:
+    def sync(
+        self, min_version: int | None = None, exact: int | None = None, timeout: float | None = None
+    ) -> SyncReport:
         """Brings the engine to the newest version, or to the one asked for.
 
         Args:
@@ -204,7 +206,9 @@ class Replica:
         stale = max(0, (head or 0) - self.version)
         return SyncReport(self.version, previous, True, stale, path, self._digest.hex(), seconds, ack_error)
 
-    def _unchanged(self, version: int, previous: int | None, head: int | None, reason: str, started: float) -> SyncReport:
+    def _unchanged(
+        self, version: int, previous: int | None, head: int | None, reason: str, started: float
+    ) -> SyncReport:
         changed = previous != version  # attached to an engine that held it already
         ack_error = self._acknowledge() if changed else ""
         assert self._digest is not None
@@ -351,7 +355,9 @@ class Replica:
             held = self.engine.audit()
         except EngineError as doubt:
             self._doubt()
-            raise EngineInDoubtError(f"version {number} could not be undone", found=str(doubt), do="sync again: it rebuilds") from error
+            raise EngineInDoubtError(
+                f"version {number} could not be undone", found=str(doubt), do="sync again: it rebuilds"
+            ) from error
         if self.version is None or held != self._digest:
             self._doubt()  # the state before was not what we thought, or there was none
             raise EngineInDoubtError(
@@ -436,5 +442,7 @@ class Replica:
     def __enter__(self) -> Replica:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()

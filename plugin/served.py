@@ -83,7 +83,9 @@ def named_source(source: Source) -> torch.nn.Module | dict[str, torch.Tensor]:
     named: dict[str, torch.Tensor] = {}
     for name, tensor in pairs:
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise TensorError("not a named tensor", field=repr(name), found=type(tensor).__name__, expected="torch.Tensor")
+            raise TensorError(
+                "not a named tensor", field=repr(name), found=type(tensor).__name__, expected="torch.Tensor"
+            )
         if name in named:
             raise TensorError("tensor is offered twice", field="name", found=name, do="publish each tensor once")
         named[name] = tensor

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from weight_sync.dtypes import DType, dtype_of
 from weight_sync.errors import TensorError
@@ -41,7 +42,9 @@ class TensorSpec:
         try:
             self.name.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise TensorError("name is not valid UTF-8", field="name", found=self.name.encode("utf-8", "replace")) from error
+            raise TensorError(
+                "name is not valid UTF-8", field="name", found=self.name.encode("utf-8", "replace")
+            ) from error
         if any(size < 0 for size in self.shape):
             raise TensorError(f"negative size in tensor {self.name!r}", field="shape", found=self.shape)
         if self.code_bits not in (0, 4):
@@ -76,7 +79,7 @@ class TensorSpec:
 def sorted_table(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
     """The specs by name. Raises TensorError on a name that comes twice."""
     table = tuple(sorted(specs, key=lambda spec: spec.name))
-    for first, second in zip(table, table[1:], strict=False):
+    for first, second in pairwise(table):
         if first.name == second.name:
             raise TensorError("tensor is offered twice", field="name", found=first.name, do="publish each tensor once")
     return table

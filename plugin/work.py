@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weight_sync.codec.digest import Digest, digest_box
 from weight_sync.codec.diff import ChangeBuffer, diff_torch
+from weight_sync.codec.digest import Digest, digest_box
 from weight_sync.codec.patch import READ, DiffPiece, Patch, encode_patch, nonfinite
 from weight_sync.codec.shard import build_shard, identity
 from weight_sync.config import Config
@@ -135,7 +135,9 @@ class RankWork:
             while start + seen < stop:
                 end = min(start + seen + READ, stop)
                 assert base is not None
-                took = diff_torch(base[start + seen : end], read_torch(piece, storage, start + seen, end), at + seen, out)
+                took = diff_torch(
+                    base[start + seen : end], read_torch(piece, storage, start + seen, end), at + seen, out
+                )
                 seen += took
                 if out.full:
                     break
@@ -158,7 +160,9 @@ class RankWork:
 
     # --- sending ---
 
-    def send(self, end: PublisherEnd, run_id: str, number: int, rank: int, made: Prepared, full: bool) -> report_pb2.RankReport:
+    def send(
+        self, end: PublisherEnd, run_id: str, number: int, rank: int, made: Prepared, full: bool
+    ) -> report_pb2.RankReport:
         """Stores this rank's shards; on return they are durable and still visible to nobody."""
         numbers = {spec.name: i for i, spec in enumerate(made.view.table)}
         report = report_pb2.RankReport()
@@ -166,7 +170,9 @@ class RankWork:
             report.tensors.add(tensor=numbers[name], changed=total.changed, digest=total.digest.to_proto())
         for piece in made.whole:
             digest: Digest = digest_box(piece.spec, piece.bits, piece.coords, self.config.threads)
-            report.tensors.add(tensor=numbers[piece.spec.name], changed=len(piece.bits), digest=digest.to_proto(), whole=True)
+            report.tensors.add(
+                tensor=numbers[piece.spec.name], changed=len(piece.bits), digest=digest.to_proto(), whole=True
+            )
         for spec in self._empty(made.view, rank):
             report.tensors.add(tensor=numbers[spec.name], whole=True)
         view = self.config.view

@@ -33,9 +33,7 @@ def whole(dtype: str, count: int) -> int:
 def random_bits(rng: np.random.Generator, dtype: str, count: int) -> npt.NDArray[Any]:
     """Any bit patterns: NaN payloads, both zeros, subnormals."""
     width = DTYPES[dtype].width
-    return rng.integers(0, (1 << 8 * width) - 1, count, dtype=np.uint64, endpoint=True).astype(
-        DTYPES[dtype].uint
-    )
+    return rng.integers(0, (1 << 8 * width) - 1, count, dtype=np.uint64, endpoint=True).astype(DTYPES[dtype].uint)
 
 
 def nearby(rng: np.random.Generator, bits: npt.NDArray[Any], density: float, wild: float) -> npt.NDArray[Any]:

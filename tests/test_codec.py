@@ -55,7 +55,10 @@ def test_diff_finds_exactly_the_elements_whose_bits_differ(case):
 def test_diff_on_a_torch_device_equals_the_cpu_kernel(case):
     dtype, old, new = case
     signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[old.dtype.itemsize]
-    as_torch = [torch.from_numpy(x.view("u1" if x.dtype.itemsize == 1 else f"i{x.dtype.itemsize}")).view(signed) for x in (old, new)]
+    as_torch = [
+        torch.from_numpy(x.view("u1" if x.dtype.itemsize == 1 else f"i{x.dtype.itemsize}")).view(signed)
+        for x in (old, new)
+    ]
     buffer = ChangeBuffer(DTYPES[dtype], len(old))
     assert diff_torch(*as_torch, 0, buffer, chunk=97) == len(old)
     for mine, other in zip(buffer.view(), changes_of(dtype, old, new), strict=True):
@@ -100,12 +103,17 @@ def test_compact_lanes_cover_large_frames_of_odd_sizes(count, dtype):
     new = nearby(rng, old, 0.01, 0.02)
     positions, steps = changes_of(dtype, old, new)
     cut = count // 3 + 1
-    boxes = [FrameBox(spec_of("a", dtype, cut), Box.run(0, cut)), FrameBox(spec_of("b", dtype, count - cut), Box.run(0, count - cut))]
+    boxes = [
+        FrameBox(spec_of("a", dtype, cut), Box.run(0, cut)),
+        FrameBox(spec_of("b", dtype, count - cut), Box.run(0, count - cut)),
+    ]
     frame = encode_frame(COMPACT, boxes, positions, steps, [old[:cut], old[cut:]])
     assert frame.header.lanes == 4
     header, specs = with_regions(frame)
     parts = {"a": old[:cut].copy(), "b": old[cut:].copy()}
-    for item in decode_frame(COMPACT, header, memoryview(b"".join(frame.payload)), specs, lambda box: parts[box.spec.name]):
+    for item in decode_frame(
+        COMPACT, header, memoryview(b"".join(frame.payload)), specs, lambda box: parts[box.spec.name]
+    ):
         apply_changes(item, parts[item.spec.name], Box.run(0, len(parts[item.spec.name])))
     assert np.array_equal(np.concatenate([parts["a"], parts["b"]]), new)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -27,7 +29,7 @@ quick = settings(max_examples=50, deadline=None)
 def step_changes(spec, old, new, cuts):
     """Changes of one version, the tensor cut into runs at ``cuts``."""
     out = []
-    for a, b in zip(cuts, cuts[1:], strict=False):
+    for a, b in pairwise(cuts):
         buffer = ChangeBuffer(spec.type, max(1, b - a))
         diff_run(old[a:b], new[a:b], 0, buffer)
         positions, steps = (x.copy() for x in buffer.view())
@@ -41,7 +43,9 @@ def step_changes(spec, old, new, cuts):
     st.integers(0, 2**32), st.sampled_from(["BF16", "F32", "F8_E4M3", "I64", "U8"]), st.integers(1, 500),
     st.integers(1, 6), st.booleans(), st.sampled_from([0.01, 0.3, 1.0]),
 )  # fmt: skip
-def test_a_fold_equals_the_patches_one_after_the_other_however_they_were_sharded(seed, dtype, count, versions, same_cuts, density):
+def test_a_fold_equals_the_patches_one_after_the_other_however_they_were_sharded(
+    seed, dtype, count, versions, same_cuts, density
+):
     rng = np.random.default_rng(seed)
     spec = spec_of("w", dtype, count)
     states = [random_bits(rng, dtype, count)]
@@ -51,7 +55,7 @@ def test_a_fold_equals_the_patches_one_after_the_other_however_they_were_sharded
         states[2] = states[0].copy()  # changes that are taken back drop out
     cuts = sorted({0, count, *rng.integers(0, count + 1, 2).tolist()})
     patches = []
-    for old, new in zip(states, states[1:], strict=False):
+    for old, new in pairwise(states):
         if not same_cuts:
             cuts = sorted({0, count, *rng.integers(0, count + 1, 2).tolist()})
         patches.append(step_changes(spec, old, new, cuts))
@@ -129,7 +133,7 @@ def test_small_frames_and_full_buffers_lose_nothing(monkeypatch):
         for frame in made.frames[STEP]:
             assert frame.header.elements <= 1000 and frame.header.changes <= 150 + 64
             for item in frame.changes():
-                target = old[item.spec.name] if item.spec.name in old else None
+                target = old.get(item.spec.name)
                 if target is None:
                     at = box.find(item.coords.indices(item.positions))
                     run = Changes(spec, Box.run(0, 1000), at.astype(np.uint32), item.steps)
@@ -144,7 +148,7 @@ NAMES = ["..", "a/b", "../../etc/passwd", "ü→模型", "__weight_sync__.index"
 
 def test_shards_carry_any_name_and_open_in_safetensors(tmp_path):
     rng = np.random.default_rng(2)
-    old, new, pieces = pieces_of(rng, [(name, "BF16", 300) for name in NAMES])
+    _, _, pieces = pieces_of(rng, [(name, "BF16", 300) for name in NAMES])
     made = encode_patch(pieces, [STEP], 1)
     dense = [DensePiece(spec_of(f"new {n}", "F32", 5), Box.run(0, 5), random_bits(rng, "F32", 5)) for n in NAMES]
     dense.append(DensePiece(spec_of("part", "F32", 9), Box.run(2, 3), random_bits(rng, "F32", 3)))
@@ -178,7 +182,7 @@ def test_every_cut_and_flip_of_a_head_is_a_format_error_or_harmless():
             head = parse_head(bytes(bad), shard.size)
         except FormatError:
             continue
-        assert all(0 <= o and o + n <= shard.size for o, n in head.frame_spans + head.piece_spans)
+        assert all(o >= 0 and o + n <= shard.size for o, n in head.frame_spans + head.piece_spans)
 
 
 def test_foreign_safetensors_files_are_told_apart():

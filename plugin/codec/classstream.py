@@ -9,6 +9,7 @@ classes are merged while that shortens the whole: rare classes share, frequent o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ def _groups(histograms: list[npt.NDArray[np.int64]]) -> list[int]:
     tables = [histograms[i] for i in order]
     costs = [_entropy_bits(table) for table in tables]
     while len(members) > 1:
-        joint = [_entropy_bits(a + b) for a, b in zip(tables, tables[1:], strict=False)]
+        joint = [_entropy_bits(a + b) for a, b in pairwise(tables)]
         gains = [_TABLE_BITS + costs[i] + costs[i + 1] - cost for i, cost in enumerate(joint)]
         best = int(np.argmax(gains))
         if gains[best] <= 0:
@@ -91,7 +92,9 @@ def decode_classes(
     header: shard_pb2.ClassStreams, cursor: Cursor, counts: Sequence[int], dtype: Any, what: str
 ) -> list[npt.NDArray[Any]]:
     """One list per class, as long as ``counts`` says. Raises FormatError when the header does not fit."""
-    if not len(header.low_bits) == len(header.groups) == len(counts) or max(header.groups, default=-1) >= len(header.streams):
+    if not len(header.low_bits) == len(header.groups) == len(counts) or max(header.groups, default=-1) >= len(
+        header.streams
+    ):
         raise FormatError("tables of classes disagree", field=what, found=len(header.groups), expected=len(counts))
     out = [np.empty(count, dtype) for count in counts]
     for group, stream in enumerate(header.streams):

@@ -51,7 +51,9 @@ class ChangeBuffer:
 
 
 @kernel
-def _diff(old: Any, new: Any, base: int, flip: int, positions: Any, steps: Any, count: int, limit: int) -> tuple[int, int]:
+def _diff(
+    old: Any, new: Any, base: int, flip: int, positions: Any, steps: Any, count: int, limit: int
+) -> tuple[int, int]:
     n = intp(count)
     whole = len(old) // 64 * 64
     i = 0

@@ -18,6 +18,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -107,7 +108,7 @@ def tensor_key(spec: TensorSpec) -> TensorKey:
     )
     raw = hashlib.blake2b(text, digest_size=40, person=b"weight_sync.1").digest()
     cuts = (0, 8, 16, 20, 24, 32, 40)
-    return TensorKey(*(int.from_bytes(raw[a:b], "little") for a, b in zip(cuts, cuts[1:], strict=False)))
+    return TensorKey(*(int.from_bytes(raw[a:b], "little") for a, b in pairwise(cuts)))
 
 
 @lru_cache(maxsize=65536)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -63,9 +64,7 @@ def _join(first: Changes, second: Changes) -> Changes:
 
 def blocks(spec: TensorSpec) -> list[Box]:
     """The tensor as runs of at most one frame: boxes that every cut of it can be brought to."""
-    return [
-        Box.run(at, min(FRAME_ELEMENTS, spec.elements - at)) for at in range(0, spec.elements, FRAME_ELEMENTS)
-    ]
+    return [Box.run(at, min(FRAME_ELEMENTS, spec.elements - at)) for at in range(0, spec.elements, FRAME_ELEMENTS)]
 
 
 def _to_blocks(items: Iterable[Changes]) -> list[Changes]:
@@ -113,9 +112,11 @@ def fold_changes(versions: Sequence[Sequence[Changes]]) -> list[Changes]:
 def _fold_tensor(name: str, versions: list[list[Changes]]) -> list[Changes]:
     items = [item for version in versions for item in version]
     if len({item.spec for item in items}) != 1 or len({item.steps is None for item in items}) != 1:
-        raise LineageError("tensor changes shape or form between the versions", field=name, do="fold up to that version")
+        raise LineageError(
+            "tensor changes shape or form between the versions", field=name, do="fold up to that version"
+        )
     cuts = [{item.coords for item in version} for version in versions if version]
-    if any(a != b and any(_cross(x, y) for x in a - b for y in b - a) for a, b in zip(cuts, cuts[1:], strict=False)):
+    if any(a != b and any(_cross(x, y) for x in a - b for y in b - a) for a, b in pairwise(cuts)):
         versions = [_to_blocks(version) for version in versions]
     folded: dict[Box, Changes] = {}
     for version in versions:

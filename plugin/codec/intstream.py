@@ -29,7 +29,20 @@ from weight_sync.codec.machine import kernel
 from weight_sync.errors import FormatError
 from weight_sync.proto.v1 import shard_pb2
 
-__all__ = ["choose_low_bits", "compress", "decode", "decompress", "encode", "join_run", "low_words", "pack_symbols", "room_for", "split_bits", "stream_size", "unpack_symbols"]
+__all__ = [
+    "choose_low_bits",
+    "compress",
+    "decode",
+    "decompress",
+    "encode",
+    "join_run",
+    "low_words",
+    "pack_symbols",
+    "room_for",
+    "split_bits",
+    "stream_size",
+    "unpack_symbols",
+]
 
 _local = threading.local()
 _SURELY_PCO = 1 << 12  # numbers from which tANS always wins over Huffman

@@ -158,7 +158,9 @@ def _parse_header(head: memoryview, size: int) -> tuple[dict[str, dict[str, obje
         raise FormatError("shard is shorter than its first word", field="head", found=len(head), expected="8 or more")
     (length,) = struct.unpack("<Q", head[:8])
     if length > min(_MAX_HEADER, size - 8) or 8 + length > len(head):
-        raise FormatError("header leaves the head", field="header length", found=length, expected=f"at most {len(head) - 8}")
+        raise FormatError(
+            "header leaves the head", field="header length", found=length, expected=f"at most {len(head) - 8}"
+        )
     try:
         table = json.loads(bytes(head[8 : 8 + length]))
     except ValueError as error:

@@ -125,7 +125,9 @@ def decode_large(
     if frame.HasField("large_gaps"):
         if not frame.large_gaps.count == frame.large_steps.count <= len(values):
             raise FormatError("counts of large steps disagree", field="large_steps", found=frame.large_steps.count)
-        gaps = intstream.decode(frame.large_gaps, cursor.take(intstream.stream_size(frame.large_gaps)), np.uint32, "large_gaps")
+        gaps = intstream.decode(
+            frame.large_gaps, cursor.take(intstream.stream_size(frame.large_gaps)), np.uint32, "large_gaps"
+        )
         sizes = intstream.decode(
             frame.large_steps, cursor.take(intstream.stream_size(frame.large_steps)), np.uint64, "large_steps"
         )
@@ -168,13 +170,13 @@ def positions_of(values: npt.NDArray[np.uint32], sign_bits: int, frame: shard_pb
     """Running positions of gaps above ``sign_bits`` low bits. Raises FormatError when one leaves the frame."""
     positions = np.empty(len(values), np.uint32)
     if not _positions(values, sign_bits, positions, frame.elements):
-        raise FormatError("a position leaves its frame", field="gaps", expected=f"< {frame.elements}", do="fetch it again")
+        raise FormatError(
+            "a position leaves its frame", field="gaps", expected=f"< {frame.elements}", do="fetch it again"
+        )
     return positions
 
 
-def encode_absolute(
-    frame: shard_pb2.Frame, positions: npt.NDArray[np.uint32], bits: npt.NDArray[Any]
-) -> list[bytes]:
+def encode_absolute(frame: shard_pb2.Frame, positions: npt.NDArray[np.uint32], bits: npt.NDArray[Any]) -> list[bytes]:
     """The absolute form: gaps, then the new elements' bytes. ``bits``: (changes,) unsigned of the width."""
     values = np.empty(len(positions), np.uint32)
     _gaps(positions, np.zeros(len(positions), np.uint8), np.uint64(1), values)

@@ -59,6 +59,10 @@ def _meet_pair(left: Link, left_last: int, right: Link, right_last: int) -> Iter
         key = Box.run(first, min(left_last, right_last) + 1 - first)
         cut = [_inside(box, key, a.offset) for box in left[1:]]
         return [(key, *cut, *(_inside(box, key, b.offset) for box in right[1:]))]
+    if b_run and (inside := _in_one_row(left, b)) is not None:
+        return [(b, *inside, *right[1:])]
+    if a_run and (inside := _in_one_row(right, a)) is not None:
+        return [(a, *left[1:], *inside)]
     if 0 in b.strides:
         return _meet_repeated(left, left_last, right)
     radices = _radices(a, b)
@@ -69,6 +73,23 @@ def _inside(box: Box, key: Box, start: int) -> Box:
     """What a box, linked to the run from ``start``, holds at the elements of ``key``."""
     step = box.strides[0]
     return Box(box.offset + (key.offset - start) * step, key.sizes, tuple(stride * step for stride in key.strides))
+
+
+def _in_one_row(link: Link, run: Box) -> list[Box] | None:
+    """What the boxes of a link hold at a run that lies in one row of its nested key; None when it does not."""
+    key = link[0]
+    if key.strides[-1] != 1 or not is_nested(key):
+        return None
+    rest, index = run.offset - key.offset, []
+    for size, stride in zip(key.sizes, key.strides, strict=True):
+        digit, rest = divmod(rest, stride)
+        index.append(digit)
+        if not 0 <= digit < size:
+            return None
+    if index[-1] + run.sizes[0] > key.sizes[-1]:
+        return None
+    starts = (sum(i * stride for i, stride in zip(index, box.strides, strict=True)) for box in link[1:])
+    return [Box(box.offset + start, run.sizes, box.strides[-1:]) for box, start in zip(link[1:], starts, strict=True)]
 
 
 def _meet_repeated(left: Link, left_last: int, right: Link) -> Iterator[Link]:

@@ -10,13 +10,12 @@ else that makes data from tracked data taints its result, and reading a tainted 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from weight_sync.dtypes import dtype_of_torch
 from weight_sync.errors import LayoutError, UntraceableError, WeightSyncError
@@ -244,7 +243,7 @@ class Tracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = list(_tensors((*args, *kwargs.values())))
         known = [tensor for tensor in inputs if self._knows(tensor)]
         if func.namespace == "c10d" and known:
             return self._gather(func, args, inputs)
@@ -258,7 +257,7 @@ class Tracer(TorchDispatchMode):
         return result
 
     def _note(self, func: Any, args: tuple[Any, ...], inputs: list[torch.Tensor], result: Any) -> None:
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        results = list(_tensors((result,)))
         name = str(func)
         if func is _aten.copy_.default:
             self._record(args[0], args[1].expand(args[0].shape), name, fresh=False)
@@ -311,6 +310,15 @@ class Tracer(TorchDispatchMode):
         from torch._C._distributed_c10d import FakeWork, Work
 
         return args[0], Work.boxed(FakeWork())
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among an operation's arguments or results, which nest in lists and tuples only."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 def _view(tensor: torch.Tensor) -> Box:

@@ -44,25 +44,21 @@ class OpenedReport(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., head: _Optional[_Union[_manifest_pb2.VersionManifest, _Mapping]] = ..., created: bool = ..., error: _Optional[str] = ...) -> None: ...
 
 class RoundPlan(_message.Message):
-    __slots__ = ("number", "learn", "anchor_reason", "error_kind", "error")
+    __slots__ = ("number", "learn", "anchor_reason", "error")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     LEARN_FIELD_NUMBER: _ClassVar[int]
     ANCHOR_REASON_FIELD_NUMBER: _ClassVar[int]
-    ERROR_KIND_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     number: int
     learn: bool
     anchor_reason: str
-    error_kind: str
     error: str
-    def __init__(self, number: _Optional[int] = ..., learn: bool = ..., anchor_reason: _Optional[str] = ..., error_kind: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., learn: bool = ..., anchor_reason: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class RoundOutcome(_message.Message):
-    __slots__ = ("manifest", "error_kind", "error")
+    __slots__ = ("manifest", "error")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
-    ERROR_KIND_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     manifest: _manifest_pb2.VersionManifest
-    error_kind: str
     error: str
-    def __init__(self, manifest: _Optional[_Union[_manifest_pb2.VersionManifest, _Mapping]] = ..., error_kind: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+    def __init__(self, manifest: _Optional[_Union[_manifest_pb2.VersionManifest, _Mapping]] = ..., error: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,83 @@
+"""Learning what the ranks publish, and proving that the base they diff against is the run's head.
+
+Owns one collective step of the publisher. Owns no learning (served.py), no loading (work.py) and no order of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from weight_sync.codec.digest import Digest, header_digest
+from weight_sync.config import Config
+from weight_sync.consensus import pack_error, raise_packed, unpack_error
+from weight_sync.errors import ForkRequiredError, WeightSyncError
+from weight_sync.history import History
+from weight_sync.lineage import Ledger
+from weight_sync.ports import Group, ReplicaEnd
+from weight_sync.proto.v1 import report_pb2
+from weight_sync.served import ServedView, learn_view
+from weight_sync.work import RankWork
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["learn_proven"]
+
+
+def learn_proven(
+    named: torch.nn.Module | Mapping[str, torch.Tensor],
+    storages: Mapping[str, torch.Tensor],
+    cast: bool,
+    ledger: Ledger,
+    work: RankWork,
+    reader: ReplicaEnd,
+    config: Config,
+    group: Group,
+) -> ServedView:
+    """The view, after the base of its new pieces was loaded from the store and proven by digest, tensor by tensor.
+
+    Raises the same error on every rank: LayoutError, TensorError, VersionError, CorruptionError, ForkRequiredError.
+    """
+    view = learn_view(named, ledger.table, group, cast)
+    report, why = report_pb2.RankReport(), None
+    try:
+        history = History(reader, config.view, config.threads, config.base)
+        report = work.load(view, storages, history, ledger.head, ledger.table)
+    except WeightSyncError as error:
+        why = error
+        report.error = pack_error(error)
+    parts = group.gather(report.SerializeToString())
+    plan = report_pb2.RoundPlan()
+    try:
+        if parts:
+            _prove(view, ledger, [report_pb2.RankReport.FromString(part) for part in parts])
+    except WeightSyncError as error:
+        plan.error = pack_error(error)
+    plan = report_pb2.RoundPlan.FromString(group.broadcast(plan.SerializeToString() if parts else None))
+    if plan.error:
+        work.snapshot.retain(())
+    raise_packed(plan.error, why)
+    return view
+
+
+def _prove(view: ServedView, ledger: Ledger, reports: Sequence[report_pb2.RankReport]) -> None:
+    """The base that the ranks loaded is the head, tensor by tensor."""
+    sums: dict[str, Digest] = {}
+    for report in reports:
+        if report.error:
+            raise unpack_error(report.error)
+        for item in report.tensors:
+            name = view.table[item.tensor].name
+            sums[name] = sums.get(name, Digest()) + Digest.from_proto(item.digest)
+    specs = {spec.name: spec for spec in view.table}
+    for name, part in sums.items():
+        found, expected = header_digest(specs[name]) + part, ledger.digests[name]
+        if found != expected:
+            raise ForkRequiredError(
+                "the base that was loaded is not the run's head",
+                field=name,
+                found=found.hex(),
+                expected=expected.hex(),
+                do="set base to the run's own base, or fork: true to start a new run",
+            )
