@@ -150,7 +150,7 @@ def write_safetensors(
         stream.write(head)
         for spec, bits in sorted(items, key=lambda item: places[item[0].name]):
             assert bits.nbytes == spec.nbytes, spec
-            stream.write(memoryview(np.ascontiguousarray(bits)).cast("B") if bits.nbytes else b"")
+            stream.write(np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data)
         stream.flush()
         os.fsync(stream.fileno())
 

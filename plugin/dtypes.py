@@ -99,7 +99,7 @@ def _table() -> dict[str, DType]:
         ("F64", 8, True, 55, 8, "float64", 64),
         ("C64", 8, False, 0, 0, "complex64", 64),
     ]
-    return {row[0]: DType(*row) for row in rows}  # type: ignore[arg-type]
+    return {row[0]: DType(*row) for row in rows}
 
 
 DTYPES: dict[str, DType] = _table()

@@ -242,7 +242,7 @@ class History:
         table = table_of(view)
         number = have if path.anchor is None else path.anchor
         before = () if number is None else table_of(view_of(self.manifest(number), self.view))
-        folded, whole = self._fold(path.patches, table, path.anchor is not None)
+        folded, whole = self.fold(path.patches, table)
         full = path.anchor is not None
 
         def dense() -> Iterator[DensePiece]:
@@ -261,10 +261,15 @@ class History:
             full=full, manifest=manifest, extra={"path": path},
         )  # fmt: skip
 
-    def _fold(
-        self, numbers: Sequence[int], table: Sequence[TensorSpec], full: bool
+    def fold(
+        self, numbers: Sequence[int], table: Sequence[TensorSpec]
     ) -> tuple[list[Changes], dict[str, DensePiece]]:
-        """Changes of several versions as one list, and the tensors that travelled whole, brought up to date."""
+        """Patches of consecutive versions as one: changes, and by name the tensors that travelled whole, brought up to date.
+
+        Args:
+            numbers: of the versions, ascending.
+            table: of the last one; what it lacks is left out.
+        """
         alive = set(table)
         versions: list[list[Changes]] = []
         whole: dict[str, DensePiece] = {}

@@ -122,7 +122,7 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
 def _check_free(path: Path) -> None:
     """Raises ConfigError unless the path is absent or an empty directory."""
     if path.is_symlink():
-        raise ConfigError("path is a link that is not ours", field=str(path), found=os.readlink(path),
+        raise ConfigError("path is a link to something else", field=str(path), found=os.readlink(path),
                           do="remove the link, or give another path")  # fmt: skip
     if path.is_dir():
         if next(path.iterdir(), None) is not None:
@@ -184,14 +184,13 @@ def _write(folder: Path, update: Update, old: Kept | None, config_from: Path | N
     sync_folder(folder)
     crash_point("mirror:written")
     kept = Kept(folder, update.target.run_id, update.target.number, _view_name(update), writer.digest)
-    step = update.manifest.trainer_step if update.manifest.HasField("trainer_step") else None
-    _write_note(kept, step)
+    _write_note(kept, update.manifest.step if update.manifest.HasField("step") else None)
     return kept
 
 
 def _base_files(folder: Path | None) -> dict[str, str] | None:
     """File names of the base's tensors; None when the folder has none."""
-    if folder is None or not any(folder.glob("*.safetensors")):
+    if folder is None or (folder.is_dir() and not any(folder.glob("*.safetensors"))):
         return None
     return {name: file.name for name, file in Checkpoint(folder).files.items()}
 
@@ -218,13 +217,17 @@ class Mirror:
         self.path = _absolute(path)
         self.threads = threads
         self._config_from = None if config_from is None else Path(config_from)
-        if self._config_from is not None and not self._config_from.is_dir():
+        if self._config_from is not None and not self._config_from.exists():
             raise ConfigError("no such folder", field="base", found=str(config_from), do="name a checkpoint folder")
         with disk_faults(self.path):
-            self._linked = self._read_link()
+            self._read_link()  # before anything is made beside a path that is not ours
             self._house = _House(self.path)
-            self._linked = self._read_link()  # whoever held the lock before may have switched
-            self._house.sweep((self._linked,))
+            try:
+                self._linked = self._read_link()  # whoever held the lock until now may have switched
+                self._house.sweep((self._linked,))
+            except BaseException:
+                self._house.close()
+                raise
         self.current = None if self._linked is None else _read_note(self._linked)
         self.previous: Kept | None = None
         self.staged: Kept | None = None
@@ -331,7 +334,7 @@ def materialize(
     _check_free(path)
     update = history.update(None, number)
     base = history.resolve_base(None)
-    config_from = Path(base) if base is not None and Path(base).is_dir() else None
+    config_from = None if base is None else Path(base)
     with disk_faults(path):
         house = _House(path)
         try:

@@ -139,6 +139,9 @@ class PublisherEnd(Protocol):
     def wants(self) -> Mapping[str, int]:
         """Replicas that cannot resolve an anchor by reference: replica id to the number of that anchor."""
 
+    def leases(self) -> Mapping[str, int]:
+        """Fresh leases: replica id to the number of the version that it keeps. Works without ``open_run``, too."""
+
     def take_trajectories(self, limit: int) -> list[trajectory_pb2.Trajectory]:
         """Up to ``limit`` trajectories that nobody took yet.
 

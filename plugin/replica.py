@@ -25,6 +25,8 @@ from weight_sync import version as rules
 from weight_sync.codec.digest import Digest
 from weight_sync.config import Config, crash_point
 from weight_sync.errors import (
+    CorruptionError,
+    DeadlineError,
     DigestMismatchError,
     EngineError,
     EngineInDoubtError,
@@ -179,6 +181,8 @@ class Replica:
         asked_for_base = False
         while True:
             self._attach(deadline)
+            if self.state == State.REPLICA_STATE_FENCED:  # admission could not be opened after the last commit
+                self._resume()
             head = self._end.head()
             target, reason = choose_target(self.version, head, min_version, exact)
             if target is not None and target == self.version:
@@ -216,9 +220,12 @@ class Replica:
                           {"total": time.monotonic() - started}, ack_error)  # fmt: skip
 
     def follow(
-        self, on_commit: Callable[[SyncReport], None] | None = None, stop: threading.Event | None = None
+        self,
+        on_commit: Callable[[SyncReport], None] | None = None,
+        stop: threading.Event | None = None,
+        on_error: Callable[[WeightSyncError], None] | None = None,
     ) -> None:
-        """Syncs until ``stop`` is set. Errors that may pass are kept in the acknowledgement and tried again.
+        """Syncs until ``stop`` is set. Errors that may pass go to ``on_error`` and the acknowledgement; it goes on.
 
         Raises EngineInDoubtError, InputError and LineageError at once: they do not pass.
         """
@@ -228,7 +235,11 @@ class Replica:
                 report = self.sync(min_version=None if self.version is None else self.version + 1, timeout=1.0)
             except VersionNotReadyError:
                 continue
-            except (StoreError, VersionError):
+            except EngineInDoubtError:
+                raise
+            except (StoreError, VersionError, CorruptionError, DigestMismatchError, DeadlineError, EngineError) as error:
+                if on_error is not None:
+                    on_error(error)
                 stop.wait(self.config.poll_s)
                 continue
             if report.changed and on_commit is not None:
@@ -259,8 +270,8 @@ class Replica:
         if self._digest is not None:
             self.version = self._recognise(self._digest)
             if self.version is not None:
-                self.state = State.REPLICA_STATE_SERVING
                 self._announce(self.version)
+                self._resume()  # a fence that was closed by whoever drove the engine before, or by a doubt
 
     def _await_run(self, deadline: float) -> None:
         self._end.wait(None, max(0.0, deadline - time.monotonic()))

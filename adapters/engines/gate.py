@@ -84,6 +84,9 @@ class Gate:
     def _await(self, settled: Callable[[], bool], timeout: float, what: str) -> None:
         if not self._changed.wait_for(settled, timeout):
             raise DeadlineError(
-                f"{what} took too long", field="timeout", found=f"{self._requests} requests, {self._steps} steps",
-                expected=f"within {timeout:g} s", do="allow more time, or pause in another mode",
-            )  # fmt: skip
+                f"{what} took too long",
+                field="timeout",
+                found=f"{self._requests} requests, {self._steps} steps",
+                expected=f"within {timeout:g} s",
+                do="allow more time, or pause in another mode",
+            )

@@ -107,9 +107,10 @@ class InPlaceStore:
         for slot in self._slots:
             if self._is_widened(slot) and memories[_key(slot)].read(_lower(slot.place)).any():
                 raise EngineInDoubtError(
-                    "a float32 parameter holds more bits than the served bf16", field=slot.spec.name,
+                    "a float32 parameter holds more bits than the served bf16",
+                    field=slot.spec.name,
                     do="load the model from a bf16 checkpoint, or sync to rebuild it",
-                )  # fmt: skip
+                )
         self.digest = self._headers + Digest.sum(
             ordered_map(
                 lambda slot: memories[_key(slot)].digest(slot.spec, slot.coords, slot.place, 1),
@@ -125,8 +126,12 @@ class InPlaceStore:
         try:
             check_storages(self._layout, now)
         except LayoutError as error:
-            raise EngineError("the host changed its weights' storage", field=error.field, found=str(error),
-                              do="attach the engine again") from error  # fmt: skip
+            raise EngineError(
+                "the host changed its weights' storage",
+                field=error.field,
+                found=str(error),
+                do="attach the engine again",
+            ) from error
         wanted = {_key(slot): slot.spec.type.width for slot in self._slots}
         memories = {key: memory_of(now[key[0]], width) for key, width in wanted.items()}
         return memories, {key: now[key].data_ptr() for key in self._layout.storages}
@@ -139,8 +144,8 @@ class InPlaceStore:
     def stage(self, update: Update, keep_undo: bool = True) -> None:
         """Makes an update ready while the model serves, and drops the undo log of the one before.
 
-        ``keep_undo`` False saves the memory of old bits where there is no version to go back to. Raises EngineError; then
-        nothing has changed.
+        ``keep_undo`` False saves the memory of old bits where there is no version to go back to. Raises EngineError;
+        then nothing has changed.
         """
         self._staged = self._undo = None
         self._check(update)
@@ -165,9 +170,12 @@ class InPlaceStore:
         if mine != theirs:
             name = min(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
             raise EngineError(
-                "a running model cannot change its tensors", field=name, found=theirs.get(name), expected=mine.get(name),
+                "a running model cannot change its tensors",
+                field=name,
+                found=theirs.get(name),
+                expected=mine.get(name),
                 do="restart the engine from a checkpoint of that version",
-            )  # fmt: skip
+            )
         if self.digest is None and not update.full:
             raise EngineInDoubtError("the weights in place are not known", do="audit, or stage a full update")
 
@@ -175,8 +183,13 @@ class InPlaceStore:
         found = self._routes.find(spec.name, box)
         held = sum(slot.coords.count for slot in found)
         if held != box.count and not self._partial:
-            raise EngineError("the engine does not hold what the version changes", field=spec.name,
-                              found=f"{held} elements", expected=f"{box.count}", do="attach the engine again")  # fmt: skip
+            raise EngineError(
+                "the engine does not hold what the version changes",
+                field=spec.name,
+                found=f"{held} elements",
+                expected=f"{box.count}",
+                do="attach the engine again",
+            )
         return found
 
     def commit(self) -> Digest:
@@ -215,9 +228,10 @@ class InPlaceStore:
         for (changes, ready), old in zip(staged.aliases, before, strict=True):
             if not np.array_equal(ready.old(), new_bits_of(changes, old)):
                 raise DigestMismatchError(
-                    "a tied tensor was published with other values than its twin", field=changes.spec.name,
+                    "a tied tensor was published with other values than its twin",
+                    field=changes.spec.name,
                     do="publish tied tensors equal, or one of them",
-                )  # fmt: skip
+                )
             gained += changed_digest(changes, old)
         assert self.digest is not None  # _check has seen to it
         self.digest += gained
@@ -258,14 +272,18 @@ class InPlaceStore:
             held = self.audit()
         except Exception as error:
             self.digest = None
-            raise EngineInDoubtError("the old bits could not be restored", found=str(error),
-                                     do="rebuild the engine from an anchor") from (cause or error)  # fmt: skip
+            raise EngineInDoubtError(
+                "the old bits could not be restored", found=str(error), do="rebuild the engine from an anchor"
+            ) from (cause or error)
         if not undo.complete or held != undo.before:
             self.digest = None
             raise EngineInDoubtError(
-                "the weights in place are those of no version", field="digest", found=held.hex(),
-                expected="none" if undo.before is None else undo.before.hex(), do="rebuild the engine from an anchor",
-            ) from cause  # fmt: skip
+                "the weights in place are those of no version",
+                field="digest",
+                found=held.hex(),
+                expected="none" if undo.before is None else undo.before.hex(),
+                do="rebuild the engine from an anchor",
+            ) from cause
         return held
 
 

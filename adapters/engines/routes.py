@@ -63,9 +63,12 @@ def _served_place(layout: Layout, item: Placement) -> Box:
     held = layout.storages[item.storage].dtype
     if (held, item.casts) != ("F32", ("BF16",)):
         raise LayoutError(
-            "the engine computes in a dtype that cannot hold the served bits in place", field=item.tensor, found=held,
-            expected=layout.by_name[item.tensor].dtype, do="load the model in the checkpoint's dtype, or BF16 as float32",
-        )  # fmt: skip
+            "the engine computes in a dtype that cannot hold the served bits in place",
+            field=item.tensor,
+            found=held,
+            expected=layout.by_name[item.tensor].dtype,
+            do="load the model in the checkpoint's dtype, or BF16 as float32",
+        )
     place = item.place  # little-endian: the upper half is the second one
     return Box(2 * place.offset + 1, place.sizes, tuple(2 * stride for stride in place.strides))
 

@@ -64,4 +64,4 @@ def _choice_bits(total: int, chosen: int) -> float:
 def _entropy_bits(counts: npt.NDArray[np.int64]) -> float:
     """Sum over all symbols of -log2 of their relative frequency."""
     some = counts[counts > 0].astype(np.float64)
-    return float((some * (np.log2(some.sum()) - np.log2(some))).sum())
+    return float((some * (np.log2(some.sum()) - np.log2(some))).sum()) if len(some) else 0.0

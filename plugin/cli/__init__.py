@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from weight_sync.cli import config, diff, fold, follow, gc, inspect, log, materialize, publish, verify
 from weight_sync.cli.failure import FAILED, INTERRUPTED, USAGE, describe, exit_code
-from weight_sync.cli.options import command
+from weight_sync.cli.options import command, help_text
 from weight_sync.cli.output import Output
 from weight_sync.errors import InputError, WeightSyncError
 
@@ -79,17 +79,19 @@ def _version(wanted: bool) -> None:
         raise typer.Exit()
 
 
-@app.callback(epilog=_EXIT_CODES)
+@app.callback(
+    epilog=help_text(_EXIT_CODES),
+    help=help_text("""Moves a policy's weights from a trainer to rollout engines, exactly, with versions.
+
+    A store holds runs; a run is a log of versions; a version is a set of tensors known bit for bit. Each command has
+    its own --help with examples, and --json for programs."""),
+)
 def _top(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Moves a policy's weights from a trainer to rollout engines, exactly, with versions.
-
-    A store holds runs; a run is a log of versions; a version is a set of tensors known bit for bit. Each command has
-    its own --help with examples, and --json for programs.
-    """
+    """Options before the command."""
 
 
 for function in (publish.publish, follow.follow, materialize.materialize, inspect.inspect, log.log, diff.diff,
@@ -97,14 +99,9 @@ for function in (publish.publish, follow.follow, materialize.materialize, inspec
     app.command()(command(function))
 
 
-@app.command(
-    add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(ctx: typer.Context) -> None:
-    """Measures the codec, the digest, and how sparse updates are: codec, digest, density.
-
-    [bold]weight-sync bench --help[/bold] lists what each of them takes.
-    """
+    """Measures the codec, the digest, and how sparse real updates are."""
     try:
         from weight_sync.cli.bench import app as benchmarks
     except ImportError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,14 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weight_sync.cli.output import Output
-from weight_sync.errors import ConfigError
+from weight_sync.errors import ConfigError, InputError, VersionMissingError
 
 if TYPE_CHECKING:
     from weight_sync.config import Config
     from weight_sync.history import History
     from weight_sync.ports import ReplicaEnd
 
-__all__ = ["Common", "Uri", "command", "history_of", "pairs", "reader"]
+__all__ = ["Common", "Uri", "command", "help_text", "history_of", "pairs", "reader", "version_number"]
 
 Uri = Annotated[str, typer.Argument(metavar="URI", help="The store: a folder, file:///path, s3://bucket/prefix, ...")]
 
@@ -91,6 +92,18 @@ def history_of(end: ReplicaEnd, config: Config, progress: Callable[[int, int], N
     return History(end, config.view, config.threads, config.base, progress)
 
 
+def version_number(end: ReplicaEnd, text: str) -> int:
+    """A number, or ``head``. Raises InputError, and VersionMissingError when the run has no version."""
+    if text != "head":
+        if not (text.isascii() and text.isdigit()):
+            raise InputError("not a version", field="version", found=text, expected="a number, or head")
+        return int(text)
+    head = end.head()
+    if head is None:
+        raise VersionMissingError("the run has no version yet", field="version", found="head", do="publish one")
+    return head
+
+
 def pairs(option: str, given: Sequence[str]) -> dict[str, str]:
     """``KEY=VALUE`` words as a mapping. Raises ConfigError."""
     found: dict[str, str] = {}
@@ -150,6 +163,13 @@ def _options(
     return Common(config, keys, pairs("--option", option or ()), Output(json))
 
 
+def help_text(doc: str) -> str:
+    """A docstring as typer draws it best: prose flows, indented examples stay as they are, nothing is markup."""
+    paragraphs = inspect.cleandoc(doc).split("\n\n")
+    flowing = [text if text.startswith("    ") else text.replace("\n", " ") for text in paragraphs]
+    return re.sub(r"\[(?=[a-z#/@])", r"\\[", "\n\n".join(flowing))
+
+
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """A command that takes the common options, too: its first parameter is the `Common` that they make."""
     mine = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
@@ -162,7 +182,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         function(_options(**common_values), **given)
 
     everything = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in mine] + added
+    run.__doc__ = help_text(function.__doc__ or "")
     run.__signature__ = inspect.Signature(everything)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in everything}
     return run
-

@@ -26,7 +26,7 @@ __all__ = ["apply_changes", "changed_digest", "new_bits_of", "restore_changes", 
 
 
 @kernel
-def _mix_element(index: int, bits: int, key: Any, words: int) -> tuple[int, int]:
+def _mix_element(index: Any, bits: Any, key: Any, words: Any) -> Any:
     if words == 1:
         return mix(index, bits, key)
     first0, first1 = mix(uint64(2) * uint64(index), uint64(bits) & uint64(0xFFFFFFFF), key)
@@ -35,8 +35,8 @@ def _mix_element(index: int, bits: int, key: Any, words: int) -> tuple[int, int]
 
 
 @kernel
-def _scatter(flat: Any, places: Any, place0: int, indices: Any, index0: int, given: Any, relative: bool, flip: int,
-             low: int, key: Any, words: int, old_bits: Any) -> tuple[int, int]:  # fmt: skip
+def _scatter(flat: Any, places: Any, place0: Any, indices: Any, index0: Any, given: Any, relative: bool, flip: Any,
+             low: Any, key: Any, words: Any, old_bits: Any) -> Any:  # fmt: skip
     lane0 = uint64(0)
     lane1 = uint64(0)
     for i in range(len(given)):
@@ -54,7 +54,7 @@ def _scatter(flat: Any, places: Any, place0: int, indices: Any, index0: int, giv
 
 
 @kernel
-def _delta(old_bits: Any, indices: Any, index0: int, new_bits: Any, key: Any, words: int) -> tuple[int, int]:
+def _delta(old_bits: Any, indices: Any, index0: Any, new_bits: Any, key: Any, words: Any) -> Any:
     lane0 = uint64(0)
     lane1 = uint64(0)
     for i in range(len(old_bits)):

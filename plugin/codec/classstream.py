@@ -27,7 +27,7 @@ _TABLE_BITS = 8.0 * 45  # a Huffman table, the zstd frame around it and its entr
 
 
 @kernel
-def _entropy_bits(histogram: Any) -> float:
+def _entropy_bits(histogram: Any) -> Any:
     total = 0.0
     bits = 0.0
     for count in histogram:

@@ -48,7 +48,7 @@ def _walkers(shift: int, mask: int) -> tuple[Any, Any]:
     SHIFT, MASK = np.uint64(shift), np.uint64(mask)
 
     @kernel
-    def walk1(old: Any, at: int, end: int, positions: Any, base: int, lane: int, lanes: int, since: Any,
+    def walk1(old: Any, at: Any, end: Any, positions: Any, base: Any, lane: Any, lanes: Any, since: Any,
               keys: Any, gaps: Any) -> None:  # fmt: skip
         i = 0
         while True:
@@ -65,7 +65,7 @@ def _walkers(shift: int, mask: int) -> tuple[Any, Any]:
             i = stop + 1
 
     @kernel
-    def walk4(old: Any, q: int, at: Any, end: Any, positions: Any, base: int, since: Any, keys: Any, gaps: Any) -> None:
+    def walk4(old: Any, q: Any, at: Any, end: Any, positions: Any, base: Any, since: Any, keys: Any, gaps: Any) -> None:
         s0, s1, s2, s3 = since[0], since[1], since[2], since[3]
         x0, x1, x2, x3 = old[:q], old[q : 2 * q], old[2 * q : 3 * q], old[3 * q : 4 * q]
         due = np.empty(4, np.int64)  # where each lane changes next
@@ -100,7 +100,7 @@ def _walkers(shift: int, mask: int) -> tuple[Any, Any]:
 
 
 @kernel
-def _order(keys: Any, gaps: Any, steps: Any, half: int, counts: Any, values: Any, sorted_steps: Any) -> None:
+def _order(keys: Any, gaps: Any, steps: Any, half: Any, counts: Any, values: Any, sorted_steps: Any) -> None:
     """Stable counting sort by key; ``counts`` (classes * lanes + 1) becomes the start of each key."""
     for i in range(len(keys)):
         counts[keys[i] + 1] += 1
@@ -218,7 +218,7 @@ def _decode_steps(
 
 
 @kernel
-def _hit(lane: int, c: int, at: int, left: Any, head: Any, tail: Any, values: Any, positions: Any, order: Any,
+def _hit(lane: Any, c: Any, at: Any, left: Any, head: Any, tail: Any, values: Any, positions: Any, order: Any,
          ends: Any) -> None:  # fmt: skip
     """Emits the change at ``at`` and counts down to the next one of its class."""
     k = head[lane, c]
@@ -236,7 +236,7 @@ def _finders(shift: int, mask: int) -> tuple[Any, Any]:
     SHIFT, MASK = np.uint64(shift), np.uint64(mask)
 
     @kernel
-    def find1(old: Any, base: int, lane: int, left: Any, head: Any, tail: Any, values: Any, positions: Any,
+    def find1(old: Any, base: Any, lane: Any, left: Any, head: Any, tail: Any, values: Any, positions: Any,
               order: Any, ends: Any) -> None:  # fmt: skip
         for i in range(len(old)):
             c = (uint64(old[i]) >> SHIFT) & MASK
@@ -246,7 +246,7 @@ def _finders(shift: int, mask: int) -> tuple[Any, Any]:
                 _hit(lane, c, base + i, left, head, tail, values, positions, order, ends)
 
     @kernel
-    def find4(old: Any, q: int, base: int, left: Any, head: Any, tail: Any, values: Any, positions: Any,
+    def find4(old: Any, q: Any, base: Any, left: Any, head: Any, tail: Any, values: Any, positions: Any,
               order: Any, ends: Any) -> None:  # fmt: skip
         l0, l1, l2, l3 = left[0], left[1], left[2], left[3]
         x0, x1, x2, x3 = old[:q], old[q : 2 * q], old[2 * q : 3 * q], old[3 * q : 4 * q]

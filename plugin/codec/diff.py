@@ -51,9 +51,7 @@ class ChangeBuffer:
 
 
 @kernel
-def _diff(
-    old: Any, new: Any, base: int, flip: int, positions: Any, steps: Any, count: int, limit: int
-) -> tuple[int, int]:
+def _diff(old: Any, new: Any, base: Any, flip: Any, positions: Any, steps: Any, count: Any, limit: Any) -> Any:
     n = intp(count)
     whole = len(old) // 64 * 64
     i = 0

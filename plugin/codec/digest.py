@@ -124,7 +124,7 @@ def header_digest(spec: TensorSpec) -> Digest:
 
 
 @kernel
-def mix(index: int, bits: int, key: Any) -> tuple[int, int]:
+def mix(index: Any, bits: Any, key: Any) -> Any:
     """Both lanes of one element of at most 32 bits. Also compiled into the apply kernels."""
     a = (uint64(index) * uint64(INDEX_0) + key[0]) >> uint64(32)
     b = (uint64(index) * uint64(INDEX_1) + key[1]) >> uint64(32)
@@ -134,7 +134,7 @@ def mix(index: int, bits: int, key: Any) -> tuple[int, int]:
 
 
 @kernel
-def _sum_run(bits: Any, start: int, key: Any) -> tuple[int, int]:
+def _sum_run(bits: Any, start: Any, key: Any) -> Any:
     """Both lanes over neighbouring elements; the recurrences instead of products let LLVM vectorise the loop."""
     lane0 = uint64(0)
     lane1 = uint64(0)
@@ -156,7 +156,7 @@ def _sum_run(bits: Any, start: int, key: Any) -> tuple[int, int]:
 
 
 @kernel
-def _sum_at(bits: Any, indices: Any, key: Any) -> tuple[int, int]:
+def _sum_at(bits: Any, indices: Any, key: Any) -> Any:
     lane0 = uint64(0)
     lane1 = uint64(0)
     for i in range(len(bits)):

@@ -26,7 +26,7 @@ __all__ = ["blocks", "fold_changes", "on_dense"]
 
 
 @kernel
-def _merge(p: Any, a: Any, q: Any, b: Any, positions: Any, given: Any, add: bool) -> int:
+def _merge(p: Any, a: Any, q: Any, b: Any, positions: Any, given: Any, add: bool) -> Any:
     i = j = n = 0
     while i < len(p) or j < len(q):
         if j == len(q) or (i < len(p) and p[i] < q[j]):
@@ -74,7 +74,7 @@ def _to_blocks(items: Iterable[Changes]) -> list[Changes]:
         return []
     spec, relative = found[0].spec, found[0].steps is not None
     indices = np.concatenate([item.coords.indices(item.positions) for item in found])
-    given: npt.NDArray[Any] = np.concatenate([item.steps if relative else item.bits for item in found])  # type: ignore[misc]
+    given: npt.NDArray[Any] = np.concatenate([item.steps if relative else item.bits for item in found])
     order = np.argsort(indices, kind="stable")
     indices, given = indices[order], given[order]
     if len(indices) > 1 and (np.diff(indices) == 0).any():

@@ -178,7 +178,7 @@ def encode_changes(changes: Iterable[Changes], form: common_pb2.Form = common_pb
     """Frames of changes that are already known (a fold): neighbours of one dtype share a frame. STEP or ABSOLUTE."""
     batch: list[Changes] = []
     elements = count = 0
-    for item in changes:
+    for item in (part for whole in changes for part in _cut(whole)):
         full = elements + item.coords.count > FRAME_ELEMENTS or count + len(item.positions) > FRAME_CHANGES
         if batch and (full or item.spec.dtype != batch[0].spec.dtype):
             yield _join(batch, form)
@@ -188,6 +188,22 @@ def encode_changes(changes: Iterable[Changes], form: common_pb2.Form = common_pb
         count += len(item.positions)
     if batch:
         yield _join(batch, form)
+
+
+def _cut(item: Changes) -> Iterator[Changes]:
+    """A run that gathered more changes than a frame takes, as several runs; strided boxes are never that large."""
+    if len(item.positions) <= FRAME_CHANGES:
+        yield item
+        return
+    assert item.coords.is_run, item.coords
+    for start in range(0, len(item.positions), FRAME_CHANGES):
+        stop = min(start + FRAME_CHANGES, len(item.positions))
+        first = int(item.positions[start]) if start else 0
+        end = int(item.positions[stop]) if stop < len(item.positions) else item.coords.count
+        yield Changes(item.spec, Box.run(item.coords.offset + first, end - first),
+                      item.positions[start:stop] - np.uint32(first),
+                      None if item.steps is None else item.steps[start:stop],
+                      None if item.bits is None else item.bits[start:stop])  # fmt: skip
 
 
 def _join(batch: list[Changes], form: common_pb2.Form) -> EncodedFrame:

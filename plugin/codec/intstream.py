@@ -108,7 +108,7 @@ def choose_low_bits(values: npt.NDArray[Any]) -> int:
 
 
 @kernel
-def _put(low: Any, at: int, value: int, count: int) -> int:
+def _put(low: Any, at: Any, value: Any, count: Any) -> Any:
     if count == uint64(0):
         return at
     word = at >> uint64(6)
@@ -120,7 +120,7 @@ def _put(low: Any, at: int, value: int, count: int) -> int:
 
 
 @kernel
-def _get(low: Any, at: int, count: int) -> int:
+def _get(low: Any, at: Any, count: Any) -> Any:
     """``count`` <= 63 bits. The caller owns the bounds."""
     word = at >> uint64(6)
     shift = at & uint64(63)
@@ -131,7 +131,7 @@ def _get(low: Any, at: int, count: int) -> int:
 
 
 @kernel
-def split_bits(values: Any, low_bits: int, symbols: Any, low: Any, bit: int) -> int:
+def split_bits(values: Any, low_bits: Any, symbols: Any, low: Any, bit: Any) -> Any:
     """Writes symbols and, from bit ``bit`` of ``low`` (zeroed uint64) on, the bits; returns the next free bit."""
     k = uint64(low_bits)
     mask = (uint64(1) << k) - uint64(1)
@@ -153,7 +153,7 @@ def split_bits(values: Any, low_bits: int, symbols: Any, low: Any, bit: int) -> 
 
 
 @kernel
-def join_bits(symbols: Any, low: Any, bit: int, end: int, low_bits: int, out: Any) -> int:
+def join_bits(symbols: Any, low: Any, bit: Any, end: Any, low_bits: Any, out: Any) -> Any:
     """Inverse of `split_bits`; returns the next bit, or -1 when a number is malformed or bits run past ``end``."""
     k = uint64(low_bits)
     at = uint64(bit)

@@ -10,7 +10,7 @@ per 128 bytes, which keeps the diff bound by memory instead of by mispredicted b
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numba
 from llvmlite import ir
@@ -19,16 +19,16 @@ from numba.extending import intrinsic
 
 __all__ = ["ctz", "kernel", "neq_mask64"]
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 
-
-def kernel(function: _F) -> _F:
-    """Compiles lazily per argument types, caches on disk, releases the GIL."""
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles lazily per argument types, caches on disk, releases the GIL. Scalars of kernels are typed Any: they are
+    Python's, NumPy's and Numba's integers in turn.
+    """
     return numba.njit(nogil=True, cache=True, boundscheck=False)(function)  # type: ignore[no-any-return]
 
 
 @intrinsic
-def ctz(typing_context: Any, value: Any) -> Any:
+def _ctz(typing_context: Any, value: Any) -> Any:
     """Trailing zeros of a uint64; undefined for 0."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -38,7 +38,7 @@ def ctz(typing_context: Any, value: Any) -> Any:
 
 
 @intrinsic
-def neq_mask64(typing_context: Any, a: Any, b: Any, start: Any) -> Any:
+def _neq_mask64(typing_context: Any, a: Any, b: Any, start: Any) -> Any:
     """Bit k is set when ``a[start + k] != b[start + k]``, for k < 64. The caller owns the bounds."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -52,3 +52,7 @@ def neq_mask64(typing_context: Any, a: Any, b: Any, start: Any) -> Any:
         return builder.bitcast(builder.icmp_unsigned("!=", *loaded), ir.IntType(64))
 
     return types.uint64(a, b, types.intp), generate
+
+
+ctz: Any = _ctz  # what kernels call has another signature than what generates it
+neq_mask64: Any = _neq_mask64

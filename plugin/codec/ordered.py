@@ -26,7 +26,7 @@ def flip_of(dtype: DType) -> np.uint64:
 
 
 @kernel
-def step_between(old: int, new: int, flip: int) -> int:
+def step_between(old: Any, new: Any, flip: Any) -> Any:
     """Distance from old to new, to be cut to the element's width by the caller's array."""
     a = uint64(old)
     b = uint64(new)
@@ -38,7 +38,7 @@ def step_between(old: int, new: int, flip: int) -> int:
 
 
 @kernel
-def step_to(old: int, step: int, flip: int, low: int) -> int:
+def step_to(old: Any, step: Any, flip: Any, low: Any) -> Any:
     """The code ``step`` away from ``old``; ``low`` is the mask of the element's width."""
     a = uint64(old)
     if a > flip:
@@ -50,31 +50,33 @@ def step_to(old: int, step: int, flip: int, low: int) -> int:
 
 
 @kernel
-def step_back(new: int, step: int, flip: int, low: int) -> int:
+def step_back(new: Any, step: Any, flip: Any, low: Any) -> Any:
     """The code from which ``step`` led to ``new``."""
     return step_to(new, uint64(0) - uint64(step), flip, low)
 
 
 def steps_between(old: npt.NDArray[Any], new: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
     """Elementwise `step_between` of two arrays of the dtype's uint."""
-    return _steps_between(old, new, flip_of(dtype), np.empty_like(old))
+    out = np.empty_like(old)
+    _steps_between(old, new, flip_of(dtype), out)
+    return out
 
 
 def add_steps(old: npt.NDArray[Any], steps: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
     """Elementwise `step_to` of two arrays of the dtype's uint."""
     low = np.uint64((1 << (8 * dtype.width)) - 1)
-    return _add_steps(old, steps, flip_of(dtype), low, np.empty_like(old))
+    out = np.empty_like(old)
+    _add_steps(old, steps, flip_of(dtype), low, out)
+    return out
 
 
 @kernel
-def _steps_between(old: Any, new: Any, flip: int, out: Any) -> Any:
+def _steps_between(old: Any, new: Any, flip: Any, out: Any) -> None:
     for i in range(len(old)):
         out[i] = step_between(old[i], new[i], flip)
-    return out
 
 
 @kernel
-def _add_steps(old: Any, steps: Any, flip: int, low: int, out: Any) -> Any:
+def _add_steps(old: Any, steps: Any, flip: Any, low: Any, out: Any) -> None:
     for i in range(len(old)):
         out[i] = step_to(old[i], steps[i], flip, low)
-    return out

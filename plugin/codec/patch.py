@@ -211,7 +211,7 @@ def _close(used: list[_Span], out: ChangeBuffer, forms: Sequence[common_pb2.Form
         return {}, []
     boxes = [FrameBox(span.piece.spec, _box_of(span)) for span in used]
     old = [span.piece.old()[span.start : span.stop] for span in used]
-    frames = {form: encode_frame(form, boxes, positions, steps, old) for form in forms}
+    frames: dict[int, EncodedFrame] = {int(form): encode_frame(form, boxes, positions, steps, old) for form in forms}
     sums: list[tuple[str, int, Digest]] = []
     by_box = {(item.spec.name, item.coords): item for item in split(boxes, positions, steps)}
     for box, before in zip(boxes, old, strict=True):

@@ -46,7 +46,7 @@ def half_of(dtype: DType) -> np.uint64:
 
 
 @kernel
-def _gaps(positions: Any, steps: Any, half: int, out: Any) -> None:
+def _gaps(positions: Any, steps: Any, half: Any, out: Any) -> None:
     due = uint32(0)  # the position that a gap of 0 means
     for i in range(len(positions)):
         p = uint32(positions[i])
@@ -55,7 +55,7 @@ def _gaps(positions: Any, steps: Any, half: int, out: Any) -> None:
 
 
 @kernel
-def _positions(values: Any, sign_bits: int, positions: Any, elements: int) -> bool:
+def _positions(values: Any, sign_bits: Any, positions: Any, elements: Any) -> Any:
     due = uint64(0)
     for i in range(len(values)):
         p = due + (uint64(values[i]) >> uint64(sign_bits))
@@ -67,7 +67,7 @@ def _positions(values: Any, sign_bits: int, positions: Any, elements: int) -> bo
 
 
 @kernel
-def _large(steps: Any, half: int, gaps: Any, sizes: Any) -> int:
+def _large(steps: Any, half: Any, gaps: Any, sizes: Any) -> Any:
     n = 0
     due = 0
     full = uint64(half) + (uint64(half) - uint64(1))  # the mask of the width
@@ -83,7 +83,7 @@ def _large(steps: Any, half: int, gaps: Any, sizes: Any) -> int:
 
 
 @kernel
-def _apply_large(gaps: Any, sizes: Any, half: int, out: Any) -> bool:
+def _apply_large(gaps: Any, sizes: Any, half: Any, out: Any) -> Any:
     """``out`` holds 1 everywhere and receives the larger sizes."""
     at = uint64(0)
     for i in range(len(gaps)):

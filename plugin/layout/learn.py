@@ -8,7 +8,6 @@ and no agreement between ranks (layout/agree.py).
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -110,10 +109,11 @@ def fit(found: Layout, table: Sequence[TensorSpec], same: Mapping[str, str], *, 
     if len(specs) != len(table):
         raise LayoutError("the table lists a tensor twice", field="tensors", found=len(table), expected=len(specs))
     served = {same.get(item.storage, item.storage) for item in found.placements if item.tensor in specs}
-    sources: dict[str, set[str]] = defaultdict(set)
+    outside: dict[str, set[str]] = {spec.name: set() for spec in found.tensors if spec.name not in specs}
     for item in found.placements:
-        sources[item.tensor].add(same.get(item.storage, item.storage))
-    unknown = [s.name for s in found.tensors if s.name not in specs and not _is_served(sources[s.name], served)]
+        if item.tensor in outside:
+            outside[item.tensor].add(same.get(item.storage, item.storage))
+    unknown = [name for name, sources in outside.items() if not sources or not sources <= served]
     missing = [] if partial else [spec.name for spec in table if spec.name not in found.by_name]
     if unknown or missing:
         raise LayoutError(
@@ -123,7 +123,8 @@ def fit(found: Layout, table: Sequence[TensorSpec], same: Mapping[str, str], *, 
             expected=_some(missing, "not in the model"),
             do="load the model with from_pretrained from the base checkpoint, or name the checkpoint it came from",
         )
-    wrong = [(s, specs[s.name]) for s in found.tensors if s.name in specs and s.shape != specs[s.name].shape]
+    pairs = [(spec, specs[spec.name]) for spec in found.tensors if spec.name in specs]
+    wrong = [(mine, listed) for mine, listed in pairs if mine.shape != listed.shape]
     if wrong:
         raise LayoutError(
             "the model's shapes are not the checkpoint's",
@@ -131,27 +132,22 @@ def fit(found: Layout, table: Sequence[TensorSpec], same: Mapping[str, str], *, 
             found=_some([f"{s.name} {s.shape}" for s, _ in wrong], "in the model"),
             expected=_some([f"{s.name} {s.shape}" for _, s in wrong], "in the checkpoint"),
         )
-    casts = {s.name: _cast(s, specs[s.name]) for s in found.tensors if s.name in specs}
+    casts = {mine.name: _cast(mine, listed) for mine, listed in pairs if mine.dtype != listed.dtype}
     placements = [
-        replace(item, casts=item.casts + casts[item.tensor]) if casts[item.tensor] else item
+        replace(item, casts=(*item.casts, casts[item.tensor])) if item.tensor in casts else item
         for item in found.placements
-        if item.tensor in casts
+        if item.tensor in specs
     ]
     used = {item.storage for item in placements}
     return Layout(tuple(table), tuple(placements), {key: spec for key, spec in found.storages.items() if key in used})
-
-
-def _is_served(sources: set[str], served: set[str]) -> bool:
-    return bool(sources) and sources <= served
 
 
 def _some(names: Sequence[str], where: str) -> str:
     return f"{len(names)} {where}" + (f": {', '.join(sorted(names)[:_SHOWN])}" if names else "")
 
 
-def _cast(found: TensorSpec, wanted: TensorSpec) -> tuple[str, ...]:
-    if found.dtype == wanted.dtype:
-        return ()
+def _cast(found: TensorSpec, wanted: TensorSpec) -> str:
+    """The dtype to cast to. Raises LayoutError when a cast is not all it takes."""
     kinds = [(dtype_of(spec.dtype).signed_magnitude, dtype_of(spec.dtype).width > 1) for spec in (found, wanted)]
     if kinds != [(True, True)] * 2:
         raise LayoutError(
@@ -161,7 +157,7 @@ def _cast(found: TensorSpec, wanted: TensorSpec) -> tuple[str, ...]:
             expected=wanted.dtype,
             do="learn against the unquantised checkpoint and publish through a Quantizer",
         )
-    return (wanted.dtype,)
+    return wanted.dtype
 
 
 def _identity(named: Mapping[str, torch.Tensor]) -> Layout:

@@ -23,7 +23,7 @@ from weight_sync.transport.file.log import Log, decode
 from weight_sync.transport.file.store import Meta, Store
 from weight_sync.version import EXPIRED, Entry, is_version, kept, kind_name
 
-__all__ = ["FORGET_S", "LONGEST_LEASE_S", "MAKING_S", "STALE_S", "Collector"]
+__all__ = ["FORGET_S", "LONGEST_LEASE_S", "MAKING_S", "STALE_S", "Collector", "fresh_leases"]
 
 STALE_S = 24 * 3600.0
 """Age in seconds at which objects above the number in flight are leftovers."""
@@ -57,8 +57,8 @@ class Collector:
         while (entry := self._log.summary(len(self._entries))) is not None:
             self._entries.append(entry)
         now = store.now(keys.probe(run_id))
-        leased, unreadable = _leased(store, run_id, now)
-        reasons = kept(self._entries, self._keep_versions, leased)
+        leased, unreadable = fresh_leases(store, run_id, now)
+        reasons = kept(self._entries, self._keep_versions, leased.values())
         doomed = [e.number for e in self._entries if is_version(e.kind) and e.number not in reasons]
         expired = sum(self._bury(number) for number in doomed)
         live = {keys.under(run_id, key) for number in reasons for key in self._entries[number].objects}
@@ -114,9 +114,9 @@ def _tombstone(manifest: manifest_pb2.VersionManifest, why: str) -> manifest_pb2
     return tomb
 
 
-def _leased(store: Store, run_id: str, now: float) -> tuple[set[int], int]:
-    """Numbers under a fresh lease, and how many leases cannot be read."""
-    numbers: set[int] = set()
+def fresh_leases(store: Store, run_id: str, now: float) -> tuple[dict[str, int], int]:
+    """Numbers under a fresh lease by replica, and how many leases cannot be read; ``now`` is the store's time."""
+    numbers: dict[str, int] = {}
     unreadable = 0
     for meta in store.list(keys.leases(run_id)):
         try:
@@ -127,7 +127,7 @@ def _leased(store: Store, run_id: str, now: float) -> tuple[set[int], int]:
             continue
         life = min(lease.ttl_s, LONGEST_LEASE_S)
         if data is not None and lease.version.run_id == run_id and now - meta.modified <= life:
-            numbers.add(lease.version.number)
+            numbers[keys.stem(meta.key)] = lease.version.number
     return numbers, unreadable
 
 

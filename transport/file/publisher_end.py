@@ -19,7 +19,7 @@ from weight_sync.errors import CorruptionError, DeadlineError, InputError, Linea
 from weight_sync.ports import Fate, OpenedRun, PublisherEnd, ShardBytes
 from weight_sync.proto.v1 import common_pb2, manifest_pb2, replica_pb2, trajectory_pb2
 from weight_sync.transport.file import keys
-from weight_sync.transport.file.collect import Collector
+from weight_sync.transport.file.collect import Collector, fresh_leases
 from weight_sync.transport.file.entries import check_own, fenced, new_entry, put_entry
 from weight_sync.transport.file.inbox import Inbox, reject
 from weight_sync.transport.file.log import Log, decode
@@ -277,6 +277,14 @@ class FilePublisherEnd(PublisherEnd):
                 found[keys.stem(meta.key)] = want.version.number
         return found
 
+    def leases(self) -> Mapping[str, int]:
+        """Fresh leases: replica id to number. Writes the run's probe, whose time is the store's.
+
+        Works without ``open_run``, like `collect`. Raises VersionMissingError when the store holds no run.
+        """
+        run_id = self._reading().run_id()
+        return fresh_leases(self._store, run_id, self._store.now(keys.probe(run_id)))[0]
+
     def take_trajectories(self, limit: int) -> list[trajectory_pb2.Trajectory]:
         """Up to ``limit`` of them, oldest first by the senders' clocks; inbox.py says what is promised.
 
@@ -292,9 +300,12 @@ class FilePublisherEnd(PublisherEnd):
         Raises VersionMissingError when the store holds no run.
         """
         if self._collector is None:
-            reader = FileReplicaEnd(self._store, self._config, None if self._run is None else self._run.run_id)
-            self._collector = Collector(self._store, reader.run_id(), self._config.keep_versions)
+            self._collector = Collector(self._store, self._reading().run_id(), self._config.keep_versions)
         return self._collector.collect()
+
+    def _reading(self) -> FileReplicaEnd:
+        """A reader of the open run, else of the configured or the newest one."""
+        return FileReplicaEnd(self._store, self._config, None if self._run is None else self._run.run_id)
 
     def close(self) -> None:
         """Removes trajectories that were handed out and forgets the run."""

@@ -1,0 +1,222 @@
+"""Sampling from a Hugging Face model whose weights may change between two tokens.
+
+Owns the decode loop, its KV cache and the version of every token. Owns no weights and no decision when they change: the
+gate stops the loop, the engine moves the weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from weight_sync.adapters.engines.gate import Gate
+from weight_sync.errors import EngineError, InputError
+from weight_sync.proto.v1 import common_pb2, trajectory_pb2
+
+__all__ = ["Completion", "Decoder"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What became of one prompt.
+
+    Attributes:
+        prompt: token ids.
+        tokens: sampled token ids, the stop token included.
+        logprobs: of the sampled tokens, under the temperature that they were sampled with.
+        spans: (version, begin, end): tokens [begin, end) were sampled by this version; ascending, without gaps.
+        run_id: of the versions.
+        finish_reason: "stop", "length" or "abort".
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    spans: list[tuple[int, int, int]]
+    run_id: str
+    finish_reason: str
+
+    def to_trajectory(self, id: str, **fields: Any) -> trajectory_pb2.Trajectory:
+        """As a message, with further fields of it: reward, group, metadata, ..."""
+        return trajectory_pb2.Trajectory(
+            id=id,
+            run_id=self.run_id,
+            spans=[trajectory_pb2.VersionSpan(number=n, begin=b, end=e) for n, b, e in self.spans],
+            prompt_token_ids=self.prompt,
+            output_token_ids=self.tokens,
+            output_logprobs=self.logprobs,
+            finish_reason=self.finish_reason,
+            **fields,
+        )
+
+
+@dataclass
+class _Batch:
+    """Requests that advance together: rows of ``ids``, left-padded, longer by one token each step."""
+
+    ids: torch.Tensor  # (rows, length)
+    mask: torch.Tensor  # (rows, length)
+    samples: int
+    stop: torch.Tensor
+    cache: Any = None
+    age: int = -1  # of the weights that the cache was computed with
+    logprobs: list[torch.Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    ended: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class Decoder:
+    """Samples completions of one model.
+
+    Attributes:
+        gate: stops the loop at a fence.
+        version: that answers carry; None until one is announced.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model.eval()
+        self.gate = Gate()
+        self.version: common_pb2.VersionId | None = None
+        self._age = 0
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"  # renamed in transformers 5
+
+    def drop_caches(self) -> None:
+        """Requests in flight compute their keys and values again, with the weights of their next step."""
+        self._age += 1
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        samples: int = 1,
+        temperature: float = 1.0,
+        stop: Collection[int] = (),
+        seed: int | None = None,
+        timeout: float = 600.0,
+    ) -> list[Completion]:
+        """``samples`` completions of each prompt (token ids), those of one prompt next to each other.
+
+        Args:
+            temperature: 0 takes the likeliest token; logprobs are then those of temperature 1.
+            stop: token ids that end a completion.
+            seed: of the sampling; None draws from torch's global state.
+            timeout: longest wait at the gate in seconds.
+
+        Raises InputError on a bad argument, EngineError before the first version was announced, DeadlineError when the
+        gate stays closed.
+        """
+        if not prompts or not all(prompts) or max_new_tokens < 1 or samples < 1 or temperature < 0:
+            raise InputError("nothing to generate", field="prompts, max_new_tokens, samples, temperature",
+                             expected="non-empty prompts, positive numbers")  # fmt: skip
+        device = next(self.model.parameters()).device
+        dice = None if seed is None else torch.Generator(device).manual_seed(seed)
+        batch = _batch(prompts, samples, stop, device)
+        aborted = False
+        with torch.inference_mode(), self.gate.request(timeout):
+            run_id = self._announced().run_id
+            while len(batch.versions) < max_new_tokens and not batch.ended.all():
+                with self.gate.step(timeout) as goes_on:
+                    if not goes_on:
+                        aborted = True
+                        break
+                    batch.versions.append(self._announced().number)
+                    logits = self._forward(batch).float()
+                _extend(batch, logits, temperature, dice)
+        return _completions(batch, prompts, run_id, aborted)
+
+    def _announced(self) -> common_pb2.VersionId:
+        if self.version is None:
+            raise EngineError("no version is served yet", field="version", found=None, do="sync the replica first")
+        return self.version
+
+    def _forward(self, batch: _Batch) -> torch.Tensor:
+        """(rows, vocabulary) logits of the next tokens; computes no more than the cache lacks."""
+        repeats = 1
+        if batch.age != self._age:
+            from transformers import DynamicCache
+
+            repeats = batch.samples if not batch.logprobs else 1  # rows of one prompt are equal until they are sampled
+            batch.cache, batch.age = DynamicCache(config=self.model.config), self._age
+            feed = batch.ids[::repeats]
+        else:
+            feed = batch.ids[:, -1:]
+        mask = batch.mask[::repeats]
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -feed.shape[1] :]
+        logits: torch.Tensor = self.model(
+            input_ids=feed,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=1,
+            **{self._cache_argument: batch.cache},
+        ).logits[:, -1]
+        if repeats > 1:
+            batch.cache.batch_repeat_interleave(repeats)
+            logits = logits.repeat_interleave(repeats, 0)
+        return logits
+
+
+def _batch(prompts: Sequence[Sequence[int]], samples: int, stop: Collection[int], device: torch.device) -> _Batch:
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    rows = len(prompts) * samples
+    return _Batch(
+        ids.repeat_interleave(samples, 0),
+        mask.repeat_interleave(samples, 0),
+        samples,
+        torch.tensor(sorted(stop), dtype=torch.long, device=device),
+        ended=torch.zeros(rows, dtype=torch.bool, device=device),
+    )
+
+
+def _extend(batch: _Batch, logits: torch.Tensor, temperature: float, dice: torch.Generator | None) -> None:
+    """Samples one token per row. Rows that have ended go on with tokens that nobody reads."""
+    logprobs = torch.log_softmax(logits / temperature if temperature else logits, -1)
+    if temperature:
+        token = torch.multinomial(logprobs.exp(), 1, generator=dice)
+    else:
+        token = logprobs.argmax(-1, keepdim=True)
+    batch.logprobs.append(logprobs.gather(-1, token))
+    batch.ids = torch.cat([batch.ids, token], -1)
+    batch.mask = torch.cat([batch.mask, torch.ones_like(token)], -1)
+    batch.ended |= torch.isin(token[:, 0], batch.stop)
+
+
+def _completions(batch: _Batch, prompts: Sequence[Sequence[int]], run_id: str, aborted: bool) -> list[Completion]:
+    steps = len(batch.logprobs)
+    tokens = batch.ids[:, batch.ids.shape[1] - steps :].tolist()
+    logprobs = torch.cat(batch.logprobs, -1).tolist() if steps else [[] for _ in tokens]
+    stop = set(batch.stop.tolist())
+    out = []
+    for row, (drawn, likely) in enumerate(zip(tokens, logprobs, strict=True)):
+        end = next((i + 1 for i, token in enumerate(drawn) if token in stop), None)
+        reason = "stop" if end is not None else "abort" if aborted else "length"
+        count = steps if end is None else end
+        out.append(
+            Completion(
+                list(prompts[row // batch.samples]),
+                drawn[:count],
+                likely[:count],
+                _spans(batch.versions[:count]),
+                run_id,
+                reason,
+            )
+        )
+    return out
+
+
+def _spans(versions: Sequence[int]) -> list[tuple[int, int, int]]:
+    spans, begin = [], 0
+    for number, group in groupby(versions):
+        end = begin + len(list(group))
+        spans.append((number, begin, end))
+        begin = end
+    return spans

@@ -1,0 +1,155 @@
+"""TransformersEngine: a Hugging Face model in this process that follows a run and answers with versions attached.
+
+Owns the engine port over one model: its layout, the fence around its decode loop, what it says about itself. Owns no
+bits (inplace.py) and no sampling (decoder.py).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weight_sync.adapters.engines.decoder import Completion, Decoder
+from weight_sync.adapters.engines.inplace import InPlaceStore
+from weight_sync.checkpoint import Checkpoint
+from weight_sync.codec.digest import Digest
+from weight_sync.errors import EngineInDoubtError
+from weight_sync.layout.learn import learn_module
+from weight_sync.layout.storage import local_storages
+from weight_sync.ports import PauseMode, Update
+from weight_sync.proto.v1 import common_pb2, contract_pb2, replica_pb2
+from weight_sync.tensors import TensorSpec
+
+__all__ = ["Completion", "TransformersEngine"]
+
+
+class TransformersEngine:
+    """Serves one model in place; implements ``weight_sync.ports.Engine``.
+
+    The model is loaded from the run's base checkpoint, in its dtype, or in float32 from a bf16 one: the same served bits
+    then lie in the upper halves, for CPUs without bf16 arithmetic. Tied weights are one memory.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        checkpoint: str | os.PathLike[str] | Sequence[TensorSpec],
+        view: str = "default",
+        *,
+        engine_id: str | None = None,
+        threads: int = 1,
+        staging_bytes: int = 4 << 30,
+    ) -> None:
+        """
+        Args:
+            model: a causal language model of transformers.
+            checkpoint: the folder it was loaded from, or that folder's table of tensors.
+            view: that it serves.
+            engine_id: default: host and process.
+            threads: that share digests and writes.
+            staging_bytes: most memory for whole tensors read ahead of a fence.
+
+        Raises LayoutError when the model is not the checkpoint's.
+        """
+        table = Checkpoint(checkpoint).table if isinstance(checkpoint, str | os.PathLike) else tuple(checkpoint)
+        self.model, self.view = model, view
+        self.engine_id = engine_id or f"{socket.gethostname()}-{os.getpid()}"
+        self._store = InPlaceStore(
+            learn_module(model, table),
+            lambda: local_storages(model),
+            threads=threads,
+            staging_bytes=staging_bytes,
+        )
+        self._decoder = Decoder(model)
+
+    @property
+    def version(self) -> common_pb2.VersionId | None:
+        """The version that answers carry; None until one is announced."""
+        return self._decoder.version
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, **options: Any) -> list[Completion]:
+        """See `Decoder.generate`. Threads may call it at the same time, and while a replica syncs."""
+        return self._decoder.generate(prompts, max_new_tokens=max_new_tokens, **options)
+
+    # --- the engine port ---
+
+    def describe(self) -> replica_pb2.EngineDescription:
+        """What it holds now; the digest is recomputed from the bits, unset when they are those of no bf16 checkpoint."""
+        import transformers
+
+        message = replica_pb2.EngineDescription(
+            engine_id=self.engine_id,
+            kind="transformers",
+            view=self.view,
+            tensors=[spec.to_proto() for spec in self._store.table],
+            complete=True,
+            forms=[common_pb2.FORM_STEP, common_pb2.FORM_ABSOLUTE],
+            contract=self._contract(transformers.__version__),
+            world_size=1,
+            host=socket.gethostname(),
+            versions={"torch": torch.__version__, "transformers": transformers.__version__},
+        )
+        try:
+            message.digest.CopyFrom(self._store.audit().to_proto())
+        except EngineInDoubtError:
+            message.ClearField("digest")
+        return message
+
+    def _contract(self, library: str) -> contract_pb2.ExecutionContract:
+        config: Any = getattr(self.model, "config", None)
+        sizes: Counter[str] = Counter()
+        for spec in self._store.table:
+            sizes[spec.dtype] += spec.nbytes
+        return contract_pb2.ExecutionContract(
+            served_format=sizes.most_common(1)[0][0].lower() if sizes else "",
+            compute_dtype=str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            attention_backend=getattr(config, "_attn_implementation", None) or "",
+            tensor_parallel=1,
+            pipeline_parallel=1,
+            expert_parallel=1,
+            data_parallel=1,
+            kernel_versions={"torch": torch.__version__},
+            engine="transformers",
+            engine_version=library,
+        )
+
+    def stage(self, update: Update) -> None:
+        """Makes an update ready while it serves; drops the undo log of the one before."""
+        self._store.stage(update, keep_undo=not update.full or self.version is not None)
+
+    def commit(self) -> Digest:
+        """Inside the fence: writes the staged update; returns the digest of the bits now in place."""
+        return self._store.commit()
+
+    def rollback(self) -> Digest:
+        """Inside the fence: restores the bits before the last commit; returns their digest."""
+        return self._store.rollback()
+
+    def audit(self) -> Digest:
+        """The digest of the whole state, recomputed from the bits in place."""
+        return self._store.audit()
+
+    def pause(self, mode: PauseMode, timeout: float) -> None:
+        """Closes admission and settles requests in flight. Raises DeadlineError; admission is as before then."""
+        self._decoder.gate.pause(mode, timeout)
+
+    def resume(self) -> None:
+        """Opens admission."""
+        self._decoder.gate.resume()
+
+    def clear_caches(self) -> None:
+        """Keys and values of requests in flight are computed again with the new weights."""
+        self._decoder.drop_caches()
+
+    def announce(self, version: common_pb2.VersionId) -> None:
+        """The version that answers carry from now on."""
+        self._decoder.version = version
+
+    def close(self) -> None:
+        """Answers no more; the model stays the caller's."""
+        self._decoder.version = None
