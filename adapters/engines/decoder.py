@@ -78,8 +78,8 @@ class Decoder:
         version: that answers carry; None until one is announced.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model.eval()
+    def __init__(self, model: Any) -> None:
+        self.model: Any = model.eval()
         self.gate = Gate()
         self.version: common_pb2.VersionId | None = None
         self._age = 0

@@ -98,7 +98,7 @@ class Routes:
 
 
 def positions_in(box: Box, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-    """Which of the flat indices lie in a box of ascending coordinates, and the positions of those in its enumeration."""
+    """Which of the flat indices lie in a box of ascending coordinates, and their positions in its enumeration."""
     rest = indices - box.offset
     inside = rest >= 0
     position = np.zeros_like(rest)

@@ -10,6 +10,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,14 +32,14 @@ __all__ = ["Completion", "TransformersEngine"]
 class TransformersEngine:
     """Serves one model in place; implements ``weight_sync.ports.Engine``.
 
-    The model is loaded from the run's base checkpoint, in its dtype, or in float32 from a bf16 one: the same served bits
-    then lie in the upper halves, for CPUs without bf16 arithmetic. Tied weights are one memory.
+    The model is loaded from the run's base checkpoint, in its dtype, or in float32 from a bf16 one: the served bits are
+    then the upper halves, which is for CPUs without bf16 arithmetic. Tied weights are one memory.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        checkpoint: str | os.PathLike[str] | Sequence[TensorSpec],
+        checkpoint: str | Path | Sequence[TensorSpec],
         view: str = "default",
         *,
         engine_id: str | None = None,
@@ -56,7 +57,7 @@ class TransformersEngine:
 
         Raises LayoutError when the model is not the checkpoint's.
         """
-        table = Checkpoint(checkpoint).table if isinstance(checkpoint, str | os.PathLike) else tuple(checkpoint)
+        table = Checkpoint(checkpoint).table if isinstance(checkpoint, str | Path) else tuple(checkpoint)
         self.model, self.view = model, view
         self.engine_id = engine_id or f"{socket.gethostname()}-{os.getpid()}"
         self._store = InPlaceStore(
@@ -79,7 +80,7 @@ class TransformersEngine:
     # --- the engine port ---
 
     def describe(self) -> replica_pb2.EngineDescription:
-        """What it holds now; the digest is recomputed from the bits, unset when they are those of no bf16 checkpoint."""
+        """What it holds now; the digest is recomputed from the bits, unset when they are no bf16 numbers."""
         import transformers
 
         message = replica_pb2.EngineDescription(

@@ -24,7 +24,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiles lazily per argument types, caches on disk, releases the GIL. Scalars of kernels are typed Any: they are
     Python's, NumPy's and Numba's integers in turn.
     """
-    return numba.njit(nogil=True, cache=True, boundscheck=False)(function)  # type: ignore[no-any-return]
+    return numba.njit(nogil=True, cache=True, boundscheck=False)(function)
 
 
 @intrinsic
