@@ -93,7 +93,9 @@ class Config(_Keys):
     run_id: str | None = Field(
         None, description="run to open or follow; default: the newest in the store, else a new one"
     )
-    fork: bool = Field(False, description="start a new run from the trainer's state when it does not continue the head")
+    fork: bool = Field(
+        False, description="start a new run that names the newest one as its parent; with run_id once, then that run goes on"
+    )
     view: str = Field("default", description="name of the served view that is published or followed")
     forms: tuple[Literal["step", "compact"], ...] = Field(("step",), description="forms in which patches are stored")
     anchor_every: int = Field(50, ge=0, description="versions between full states; 0: never by count")

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weight_sync.codec.digest import Digest, header_digest
 from weight_sync.config import Config
-from weight_sync.history import table_of
+from weight_sync.history import table_of, view_of
 from weight_sync.ports import OpenedRun
-from weight_sync.proto.v1 import common_pb2, manifest_pb2, report_pb2
+from weight_sync.proto.v1 import manifest_pb2, report_pb2
 from weight_sync.tensors import TensorSpec
+from weight_sync.version import Entry
 
 __all__ = ["Ledger", "anchor_due", "check_step"]
 
@@ -60,7 +61,7 @@ class Ledger:
         table: tensors of the view, sorted by name.
         digests: per tensor, header term included.
         since: versions since the last full state.
-        patch_bytes: their patches' bytes.
+        patch_bytes: their patches' bytes, one form of them.
     """
 
     view: str
@@ -72,26 +73,40 @@ class Ledger:
     patch_bytes: int = 0
 
     @classmethod
-    def of(cls, head: manifest_pb2.VersionManifest | None, view: str) -> Ledger:
-        """Of a run that is opened again; ``since`` starts at 0, which delays an anchor by at most one period."""
+    def of(
+        cls, head: manifest_pb2.VersionManifest | None, view: str, lookup: Callable[[int], manifest_pb2.VersionManifest]
+    ) -> Ledger:
+        """Of a run that is opened again. ``lookup`` gives older versions, for what was written since the last full state."""
         ledger = cls(view)
+        chain: list[manifest_pb2.VersionManifest] = []
+        version = head
+        while version is not None and version.kind == manifest_pb2.ENTRY_KIND_PATCH and version.HasField("parent"):
+            chain.append(version)
+            version = lookup(version.parent)
+        for patch in chain:
+            ledger._count(patch)
         if head is not None:
-            ledger.committed(head)
+            ledger._adopt(head)
         return ledger
 
     def committed(self, manifest: manifest_pb2.VersionManifest) -> None:
         """The version becomes the head."""
+        self._count(manifest)
+        self._adopt(manifest)
+
+    def _count(self, manifest: manifest_pb2.VersionManifest) -> None:
+        if manifest.kind == manifest_pb2.ENTRY_KIND_ANCHOR:
+            self.since = self.patch_bytes = 0
+            return
+        self.since += 1
+        self.patch_bytes += Entry.of(manifest, self.view).patch_bytes
+
+    def _adopt(self, manifest: manifest_pb2.VersionManifest) -> None:
+        view = view_of(manifest, self.view)
         self.head = manifest.number
         self.step = manifest.step if manifest.HasField("step") else None
-        full = manifest.kind == manifest_pb2.ENTRY_KIND_ANCHOR
-        for view in manifest.views:
-            if view.name != self.view:
-                continue
-            self.table = table_of(view)
-            self.digests = {entry.spec.name: Digest.from_proto(entry.digest) for entry in view.tensors}
-            sizes = sum(ref.size for ref in view.shards if ref.form != common_pb2.FORM_RAW)
-            self.since = 0 if full else self.since + 1
-            self.patch_bytes = 0 if full else self.patch_bytes + sizes
+        self.table = table_of(view)
+        self.digests = {entry.spec.name: Digest.from_proto(entry.digest) for entry in view.tensors}
 
     @property
     def state_bytes(self) -> int:
@@ -114,10 +129,10 @@ class Ledger:
         return manifest
 
     def base_manifest(
-        self, run: OpenedRun, config: Config, entries: Iterable[tuple[TensorSpec, Digest]], writer: str
+        self, run: OpenedRun, number: int, config: Config, entries: Iterable[tuple[TensorSpec, Digest]], writer: str
     ) -> manifest_pb2.VersionManifest:
-        """Version 0 of a new run: the base checkpoint, by reference."""
-        manifest = self.manifest(run, 0, None, {}, True, writer)
+        """The first version of a run: the base checkpoint, by reference."""
+        manifest = self.manifest(run, number, None, {}, True, writer)
         manifest.base.uri = os.path.abspath(config.base) if config.base is not None else ""
         manifest.base.hf_id, manifest.base.hf_revision = config.base_hf_id, config.base_hf_revision
         view = manifest.views.add(name=self.view, scheme="cast")

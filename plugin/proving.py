@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from weight_sync.codec.digest import Digest, header_digest
-from weight_sync.config import Config
-from weight_sync.consensus import pack_error, raise_packed, unpack_error
-from weight_sync.errors import ForkRequiredError, WeightSyncError
+from weight_sync.consensus import together
+from weight_sync.errors import ForkRequiredError
 from weight_sync.history import History
 from weight_sync.lineage import Ledger
-from weight_sync.ports import Group, ReplicaEnd
+from weight_sync.ports import Group
 from weight_sync.proto.v1 import report_pb2
 from weight_sync.served import ServedView, learn_view
 from weight_sync.work import RankWork
@@ -31,42 +30,32 @@ def learn_proven(
     cast: bool,
     ledger: Ledger,
     work: RankWork,
-    reader: ReplicaEnd,
-    config: Config,
+    history: History,
     group: Group,
-) -> ServedView:
-    """The view, after the base of its new pieces was loaded from the store and proven by digest, tensor by tensor.
+) -> None:
+    """Learns ``work.view``, loads the base of its new pieces from the store and proves all by digest.
 
     Raises the same error on every rank: LayoutError, TensorError, VersionError, CorruptionError, ForkRequiredError.
     """
+    work.view = None
     view = learn_view(named, ledger.table, group, cast)
-    report, why = report_pb2.RankReport(), None
+
+    def join(parts: Sequence[bytes]) -> bytes:
+        _prove(view, ledger, [report_pb2.RankReport.FromString(part) for part in parts])
+        return b""
+
     try:
-        history = History(reader, config.view, config.threads, config.base)
-        report = work.load(view, storages, history, ledger.head, ledger.table)
-    except WeightSyncError as error:
-        why = error
-        report.error = pack_error(error)
-    parts = group.gather(report.SerializeToString())
-    plan = report_pb2.RoundPlan()
-    try:
-        if parts:
-            _prove(view, ledger, [report_pb2.RankReport.FromString(part) for part in parts])
-    except WeightSyncError as error:
-        plan.error = pack_error(error)
-    plan = report_pb2.RoundPlan.FromString(group.broadcast(plan.SerializeToString() if parts else None))
-    if plan.error:
-        work.snapshot.retain(())
-    raise_packed(plan.error, why)
-    return view
+        together(group, lambda: work.load(view, storages, history, ledger.head, ledger.table).SerializeToString(), join)
+    except BaseException:
+        work.forget()  # it may hold pieces of which only a part was loaded
+        raise
+    work.view = view
 
 
 def _prove(view: ServedView, ledger: Ledger, reports: Sequence[report_pb2.RankReport]) -> None:
     """The base that the ranks loaded is the head, tensor by tensor."""
     sums: dict[str, Digest] = {}
     for report in reports:
-        if report.error:
-            raise unpack_error(report.error)
         for item in report.tensors:
             name = view.table[item.tensor].name
             sums[name] = sums.get(name, Digest()) + Digest.from_proto(item.digest)

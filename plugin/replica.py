@@ -171,6 +171,8 @@ class Replica:
         deadline = started + (self.config.timeout_s if timeout is None else timeout)
         try:
             return self._sync(min_version, exact, started, deadline)
+        except VersionNotReadyError:  # nothing went wrong here, so there is nothing to tell
+            raise
         except WeightSyncError as error:
             self._last_error = str(error)
             self._acknowledge()

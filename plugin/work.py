@@ -5,14 +5,14 @@ Owns what a rank does on its own between two collective calls. Owns no order of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from weight_sync.codec.diff import ChangeBuffer, diff_torch
-from weight_sync.codec.digest import Digest, digest_box
+from weight_sync.codec.digest import digest_box
 from weight_sync.codec.patch import READ, DiffPiece, Patch, encode_patch, nonfinite
 from weight_sync.codec.shard import build_shard, identity
 from weight_sync.config import Config
@@ -20,10 +20,10 @@ from weight_sync.errors import TensorError
 from weight_sync.history import History
 from weight_sync.layout.link import normal, row_major
 from weight_sync.layout.meet import meet
-from weight_sync.ports import Changes, DensePiece, PublisherEnd
+from weight_sync.ports import Changes, DensePiece, PublisherEnd, Update
 from weight_sync.proto.v1 import common_pb2, report_pb2
 from weight_sync.served import ServedPiece, ServedView, read_bits, read_torch
-from weight_sync.snapshot import Snapshot, Undo
+from weight_sync.snapshot import Snapshot
 from weight_sync.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -41,54 +41,73 @@ class Prepared:
 
     Attributes:
         patch: changes of tensors that the head has, too.
-        whole: pieces that travel whole.
-        undo: set while the snapshot already holds the new version.
+        whole: pieces that travel whole; their bits are in the snapshot, where the head has nothing to lose.
+        first: there is no version that a patch could apply to.
+        promoted: the snapshot already holds the new version.
     """
 
     view: ServedView
     patch: Patch
-    whole: list[DensePiece] = field(default_factory=list)
-    undo: Undo | None = None
+    whole: list[ServedPiece] = field(default_factory=list)
+    first: bool = False
+    promoted: bool = False
 
 
 class RankWork:
-    """Base, diff, shards and promotion of this rank's pieces."""
+    """Base, diff, shards and promotion of this rank's pieces.
+
+    Attributes:
+        snapshot: the base.
+        view: what was published last; None when the base has to be loaded and proven anew.
+    """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.snapshot = Snapshot(config.snapshot, config.snapshot_dir)
+        self.view: ServedView | None = None
+
+    def forget(self) -> None:
+        """Drops a base that may not be the head's; the next round loads it from the store."""
+        self.view = None
+        self.snapshot.retain(())
 
     # --- the base ---
 
     def load(self, view: ServedView, storages: Mapping[str, torch.Tensor], history: History, head: int | None,
              table: Iterable[TensorSpec]) -> report_pb2.RankReport:  # fmt: skip
-        """Fills the snapshot's missing pieces with the bits of version ``head``; reports their digests per tensor.
+        """Fills the snapshot's missing pieces with the bits of version ``head``; reports the digests of all, per tensor.
 
-        The report holds nothing when nothing was missing, or when there is no version.
+        The report holds nothing when there is no version.
         """
         known = set(table)
-        device = next((storage.device for storage in storages.values()), None)
         missing = [piece for piece in view.pieces if piece.spec in known and piece not in self.snapshot]
         report = report_pb2.RankReport()
-        if head is None or not missing:
+        if head is None:
             return report
-        self.snapshot.allocate(missing, device)
-        homes: dict[TensorSpec, list[ServedPiece]] = {}
-        for piece in missing:
-            homes.setdefault(piece.spec, []).append(piece)
-        update = history.update(None, head)
-        for dense in update.dense():
-            for piece in homes.get(dense.spec, ()):
-                self._copy(dense, piece)
-        for item in update.changes:
-            for piece in homes.get(item.spec, ()):
-                self._step(item, piece)
+        if missing:
+            self.snapshot.allocate(missing, storages)
+            self._fill(missing, history.update(None, head))
+        # pieces that were here count, too: other ranks may hold other parts of the same tensors
         numbers = {spec.name: i for i, spec in enumerate(view.table)}
         for piece in view.pieces:
             if piece.spec in known:
                 digest = digest_box(piece.spec, self.snapshot.array(piece), piece.coords, self.config.threads)
                 report.tensors.add(tensor=numbers[piece.spec.name], digest=digest.to_proto())
         return report
+
+    def _fill(self, missing: Iterable[ServedPiece], update: Update) -> None:
+        homes: dict[TensorSpec, list[ServedPiece]] = {}
+        for piece in missing:
+            homes.setdefault(piece.spec, []).append(piece)
+        for dense in update.dense():
+            for piece in homes.get(dense.spec, ()):
+                self._copy(dense, piece)
+        for item in update.changes:
+            for piece in homes.get(item.spec, ()):
+                at = piece.coords.find(item.coords.indices(item.positions))
+                pick = np.flatnonzero(at >= 0)
+                if len(pick):
+                    self.snapshot.change(piece, at[pick], item, pick)
 
     def _copy(self, dense: DensePiece, piece: ServedPiece) -> None:
         """The part of a dense piece that lies in ours."""
@@ -102,21 +121,10 @@ class RankWork:
             target.view(ours)[...] = source.view(dense.bits)
         self.snapshot.fill(piece, ours)
 
-    def _step(self, item: Changes, piece: ServedPiece) -> None:
-        at = piece.coords.find(item.coords.indices(item.positions))
-        inside = at >= 0
-        if not inside.any():
-            return
-        order = np.argsort(at[inside], kind="stable")
-        pick = np.flatnonzero(inside)[order]
-        steps = None if item.steps is None else item.steps[pick]
-        bits = None if item.bits is None else item.bits[pick]
-        self.snapshot.promote([Changes(piece.spec, piece.coords, at[pick].astype(np.uint32), steps, bits)])
-
     # --- the patch ---
 
     def prepare(self, view: ServedView, storages: Mapping[str, torch.Tensor], table: Iterable[TensorSpec]) -> Prepared:
-        """Diffs and encodes; nothing changes."""
+        """Diffs and encodes; nothing that the head needs changes."""
         known = set(table)
         view.check(storages)
         old = [piece for piece in view.pieces if piece.spec in known]
@@ -124,8 +132,10 @@ class RankWork:
         forms = [_FORMS[name] for name in self.config.forms]
         patch = encode_patch([self._diff_piece(piece, storages[piece.placement.storage]) for piece in old], forms,
                              self.config.threads, self.config.refuse_nonfinite)  # fmt: skip
-        whole = [self._whole(piece, storages[piece.placement.storage]) for piece in new]
-        return Prepared(view, patch, whole)
+        self.snapshot.allocate(new, storages)
+        for piece in new:
+            self._keep_whole(piece, storages[piece.placement.storage])
+        return Prepared(view, patch, new, first=not known)
 
     def _diff_piece(self, piece: ServedPiece, storage: torch.Tensor) -> DiffPiece:
         base = self.snapshot.tensor(piece)
@@ -151,12 +161,17 @@ class RankWork:
             None if base is None else diff,
         )
 
-    def _whole(self, piece: ServedPiece, storage: torch.Tensor) -> DensePiece:
-        bits = read_bits(piece, storage, 0, piece.coords.count).copy()  # the trainer may go on while it is sent
-        if self.config.refuse_nonfinite and (bad := int(nonfinite(piece.spec, bits).sum())):
+    def _keep_whole(self, piece: ServedPiece, storage: torch.Tensor) -> None:
+        """Copies a piece into the snapshot, since the trainer may go on while it is sent."""
+        bad = 0
+        for start in range(0, piece.coords.count, READ):
+            bits = read_bits(piece, storage, start, min(start + READ, piece.coords.count))
+            if self.config.refuse_nonfinite:
+                bad += int(nonfinite(piece.spec, bits).sum())
+            self.snapshot.fill(piece, bits, start)
+        if bad:
             raise TensorError("tensor holds NaN or infinity", field=piece.spec.name, found=f"{bad} elements",
                               do="repair the step, or publish without refuse_nonfinite")  # fmt: skip
-        return DensePiece(piece.spec, piece.coords, bits)
 
     # --- sending ---
 
@@ -169,9 +184,9 @@ class RankWork:
         for name, total in made.patch.sums.items():
             report.tensors.add(tensor=numbers[name], changed=total.changed, digest=total.digest.to_proto())
         for piece in made.whole:
-            digest: Digest = digest_box(piece.spec, piece.bits, piece.coords, self.config.threads)
+            digest = digest_box(piece.spec, self.snapshot.array(piece), piece.coords, self.config.threads)
             report.tensors.add(
-                tensor=numbers[piece.spec.name], changed=len(piece.bits), digest=digest.to_proto(), whole=True
+                tensor=numbers[piece.spec.name], changed=piece.coords.count, digest=digest.to_proto(), whole=True
             )
         for spec in self._empty(made.view, rank):
             report.tensors.add(tensor=numbers[spec.name], whole=True)
@@ -179,12 +194,14 @@ class RankWork:
         for name in self.config.forms:
             form = _FORMS[name]
             frames = made.patch.frames.get(form, [])
-            pieces = made.whole if form == common_pb2.FORM_STEP and not full else []
-            if frames or pieces:
+            # beside a full state, too: readers that hold the parent take the patch
+            whole = made.whole if form == common_pb2.FORM_STEP and not (full and made.first) else []
+            if frames or whole:
+                pieces = [DensePiece(piece.spec, piece.coords, self.snapshot.array(piece)) for piece in whole]
                 shard = build_shard(f"patch-{name}-{view}", identity(run_id, number, rank, view, form), frames, pieces)
                 report.shards.append(end.put_shard(number, shard))
         if full:
-            made.undo = self.promote(made)
+            self.promote(made)
             raw = common_pb2.FORM_RAW
             for k, pieces in enumerate(self._parts(made.view)):
                 shard = build_shard(f"anchor-{view}-{k}", identity(run_id, number, rank, view, raw), (), pieces)
@@ -212,26 +229,25 @@ class RankWork:
 
     # --- promotion ---
 
-    def promote(self, made: Prepared) -> Undo:
-        """The snapshot moves to the new version, by our own encoded patch; returns the way back."""
-        if made.undo is not None:
-            return made.undo
-        frames = made.patch.frames.get(common_pb2.FORM_STEP, [])
-        undo: Undo = []
-        for frame in frames:
-            undo += self.snapshot.promote(frame.changes())
-        fresh = {(item.spec, item.coords): item for item in made.whole}
-        pieces = [piece for piece in made.view.pieces if piece.key in fresh]
-        self.snapshot.allocate(pieces)
-        for piece in pieces:
-            self.snapshot.fill(piece, fresh[piece.key].bits)
-        return undo
+    def promote(self, made: Prepared) -> None:
+        """The snapshot moves to the new version, by our own encoded patch."""
+        if not made.promoted:
+            self._move(made, self.snapshot.promote)
+            made.promoted = True
+
+    def _move(self, made: Prepared, move: Callable[[Iterable[Changes]], None]) -> None:
+        try:
+            for frame in made.patch.frames.get(common_pb2.FORM_STEP, []):
+                move(frame.changes())
+        except BaseException:
+            self.forget()  # half-way between two versions
+            raise
 
     def settle(self, made: Prepared, committed: bool) -> None:
         """The end of a round: the new version is the base, or the old one is again."""
         if committed:
             self.promote(made)
             self.snapshot.retain(made.view.pieces)
-        elif made.undo is not None:
-            self.snapshot.demote(made.undo)
-            made.undo = None
+        elif made.promoted:
+            self._move(made, self.snapshot.demote)
+            made.promoted = False

@@ -147,8 +147,8 @@ def test_recorded_patches_are_as_small_as_promised(traces: dict[str, Trace]) -> 
 
 
 def test_standard_patches_come_near_their_bound() -> None:
-    for density, limit in ((0.0055, 7.5), (0.019, 6.6)):
-        trace = standard("bf16", density, 32 << 20)
+    for density, limit, elements in ((0.0055, 7.5, 32 << 20), (0.019, 6.6, 16 << 20)):
+        trace = standard("bf16", density, elements)
         size = bits(trace, "compact")
         assert size <= min(limit, 1.02 * bound_bits(trace, "compact")), density
         if density == 0.0055:
@@ -202,7 +202,9 @@ def test_measuring_refuses_what_cannot_be_measured() -> None:
 
 def test_jobs_take_turns_after_a_round_that_does_not_count() -> None:
     calls: list[str] = []
-    jobs = [Job(name, lambda name=name: calls.append(name), lambda name=name: calls.append(f"{name}?")) for name in "ab"]  # type: ignore[misc]
+    jobs = [
+        Job(name, lambda name=name: calls.append(name), lambda name=name: calls.append(f"{name}?")) for name in "ab"
+    ]  # type: ignore[misc]
     seconds = alternate(jobs, 2)
     assert calls == ["a?", "a", "b?", "b"] * 3
     assert all(0 <= seconds[name].cpu < float("inf") and seconds[name].wall > 0 for name in "ab")
@@ -212,14 +214,12 @@ def test_jobs_take_turns_after_a_round_that_does_not_count() -> None:
 
 
 def test_bench_codec_prints_one_row_per_trace_and_encoding() -> None:
-    document = bench("codec", "--elements", "65536", "--rounds", "1", "--formats", "bf16,fp8", "--encodings", "step,compact")
+    document = bench("codec", "--elements", "65536", "--rounds", "1", "--encodings", "step,compact")
     assert list(document) == ["rows"]
     rows = document["rows"]
     standards = [row for row in rows if row["trace"].startswith("standard-")]
-    assert {(row["format"], row["encoding"]) for row in standards} == {
-        ("bf16", "step"), ("bf16", "compact"), ("fp8", "step"), ("fp8", "compact")
-    }  # fmt: skip
-    assert len(standards) == 12
+    assert {(row["format"], row["encoding"]) for row in standards} == {("bf16", "step"), ("bf16", "compact")}
+    assert len(standards) == 6
     assert len([row for row in rows if row["trace"].startswith("recorded-")]) == 12
     for row in rows:
         assert set(row) >= CODEC_KEYS
@@ -317,7 +317,9 @@ def test_a_checkpoint_folder_is_trained(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<unk>": 0, "</s>": 1} | {word: k + 2 for k, word in enumerate("what is plus answer with one number 1 2".split())}
+    words = {"<unk>": 0, "</s>": 1} | {
+        word: k + 2 for k, word in enumerate("what is plus answer with one number 1 2".split())
+    }
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(tmp_path)

@@ -215,7 +215,9 @@ def _shard(folder: Path, mode: str) -> None:
             fully_shard(layer, mesh=mesh["outer"])
     else:
         columns = init_device_mesh("cpu", (4,))
-        fully_shard(model, mesh=columns, shard_placement_fn=lambda p: Shard(1) if p.shape[-1] % 4 == 0 else Shard(0))
+        fully_shard(model, mesh=columns, shard_placement_fn=lambda p: Shard(int(p.dim() == 2 and p.shape[1] % 4 == 0)))
+    kinds = {type(placement).__name__ for tensor in model.state_dict().values() for placement in tensor.placements}
+    assert {"hybrid": "Replicate", "strided": "_StridedShard", "columns": "Shard"}[mode] in kinds
     layout = learn_module(model, table)
     ownership = agree_on_owners(GlooGroup(), layout)
     publish(folder, "rebuilt", model, layout, ownership.owned)

@@ -208,6 +208,7 @@ class InPlaceStore:
         try:
             return self._write(staged, memories, undo)
         except BaseException as error:
+            self._undo = None
             self._restore(undo, error)
             if isinstance(error, Exception):
                 raise EngineError("commit failed, the old bits are back", found=str(error)) from error
@@ -265,7 +266,7 @@ class InPlaceStore:
         return self._restore(self._undo, None)
 
     def _restore(self, undo: _Undo, cause: BaseException | None) -> Digest:
-        self._undo = None
+        """Old bits are written, not steps taken back: doing it twice does no harm."""
         try:
             for step in reversed(undo.steps):
                 step()

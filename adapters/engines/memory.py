@@ -78,7 +78,9 @@ class HostMemory:
         return digest_box(spec, place.view(self.flat).reshape(-1), coords, threads)
 
     def scatter(self, changes: Changes, place: Box) -> Scatter:
-        return _HostScatter(self.flat, changes, place)
+        ready = _HostScatter(self.flat, changes, place)
+        ready.warm_up()
+        return ready
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,12 @@ class _HostScatter:
     flat: npt.NDArray[Any]
     changes: Changes
     place: Box
+
+    def warm_up(self) -> None:
+        """Applies none of the changes, so that kernels are compiled before the fence and not inside it."""
+        some = self.changes
+        steps, bits = (None if part is None else part[:0] for part in (some.steps, some.bits))
+        apply_changes(Changes(some.spec, some.coords, some.positions[:0], steps, bits), self.flat, self.place)
 
     def old(self) -> npt.NDArray[Any]:
         return self.flat[self.place.indices(self.changes.positions)]

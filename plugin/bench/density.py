@@ -169,7 +169,9 @@ def plot_density(rows: Sequence[DensityRow], path: Path) -> None:
         middle.plot(at, [getattr(row, f"{key}_bound_bits") for row in rows], ":", color="gray")
     middle.set(xlabel="step", ylabel="bits per changed element", ylim=(0, None), title="size (dotted: entropy)")
     weights = np.array([row.changed for row in rows], float)
-    shares = [np.average([row.ulp[name] for row in rows], weights=weights if weights.any() else None) for name in first.ulp]
+    shares = [
+        np.average([row.ulp[name] for row in rows], weights=weights if weights.any() else None) for name in first.ulp
+    ]
     bars = right.bar(list(first.ulp), 100 * np.array(shares))
     right.bar_label(bars, fmt="%.2g", fontsize=8)
     right.set(xlabel="distance, ulp (up to and with)", ylabel="changes, %", yscale="log", title="steps")

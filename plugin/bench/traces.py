@@ -22,7 +22,16 @@ from weight_sync.dtypes import dtype_of
 from weight_sync.errors import InputError
 from weight_sync.tensors import TensorSpec
 
-__all__ = ["DENSITIES", "FORMATS", "STANDARD_ELEMENTS", "Trace", "TracedTensor", "find_recorded", "recorded", "standard"]
+__all__ = [
+    "DENSITIES",
+    "FORMATS",
+    "STANDARD_ELEMENTS",
+    "Trace",
+    "TracedTensor",
+    "find_recorded",
+    "recorded",
+    "standard",
+]
 
 DENSITIES = (0.0055, 0.019, 0.046)
 STANDARD_ELEMENTS = 64 << 20

@@ -21,7 +21,16 @@ from torch import Tensor, nn
 from weight_sync.bench.exercises import Exercise, Exercises, Parity, Sums
 from weight_sync.errors import InputError
 
-__all__ = ["OBJECTIVES", "OPTIMIZERS", "StepReport", "Trainer", "find_model", "load_model", "orthogonalized", "tiny_model"]
+__all__ = [
+    "OBJECTIVES",
+    "OPTIMIZERS",
+    "StepReport",
+    "Trainer",
+    "find_model",
+    "load_model",
+    "orthogonalized",
+    "tiny_model",
+]
 
 OPTIMIZERS = ("adam", "muon")
 OBJECTIVES = ("grpo", "sft")
@@ -34,6 +43,11 @@ _MUON_RMS = 0.2  # the update's RMS in units of the learning rate, about that of
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a quintic that takes singular values in (0, 1] near 1 within five rounds
 
 
+def find_model() -> Path:
+    """The quick start's checkpoint. Raises InputError where it was not made yet."""
+    raise InputError("no model is named", field="model", do="name a checkpoint folder with --model")
+
+
 def load_model(path: Path) -> tuple[nn.Module, Exercises]:
     """A checkpoint folder as a model, fp32 that holds the bf16 values, and exercises in its tokenizer's ids.
 
@@ -41,9 +55,15 @@ def load_model(path: Path) -> tuple[nn.Module, Exercises]:
     """
     transformers = _transformers()
     if not (path / "config.json").is_file():
-        raise InputError("not a checkpoint folder of transformers", field="model", found=str(path), expected="config.json")
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).float()
-    return model, Sums(transformers.AutoTokenizer.from_pretrained(path))
+        raise InputError(
+            "not a checkpoint folder of transformers", field="model", found=str(path), expected="config.json"
+        )
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise InputError(
+            "checkpoint is quantised", field="model", found=str(path), do="name one with bf16 or fp32 weights"
+        )
+    return model.float(), Sums(transformers.AutoTokenizer.from_pretrained(path))
 
 
 def tiny_model(seed: int = 0) -> tuple[nn.Module, Exercises]:
@@ -64,7 +84,9 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise InputError(
-            "bench density trains a model of transformers", field="transformers", do="pip install 'weight-sync[quickstart]'"
+            "bench density trains a model of transformers",
+            field="transformers",
+            do="pip install 'weight-sync[quickstart]'",
         ) from error
     return transformers
 
@@ -89,7 +111,9 @@ class Trainer:
         seed: of masters, exercises and sampling; sets torch's own.
     """
 
-    def __init__(self, model: nn.Module, exercises: Exercises, optimizer: str, objective: str, lr: float, seed: int) -> None:
+    def __init__(
+        self, model: nn.Module, exercises: Exercises, optimizer: str, objective: str, lr: float, seed: int
+    ) -> None:
         for field, found, known in (("optimizer", optimizer, OPTIMIZERS), ("objective", objective, OBJECTIVES)):
             if found not in known:
                 raise InputError("unknown choice", field=field, found=found, expected=" or ".join(known))

@@ -15,7 +15,7 @@ import typer
 from weight_sync.cli.failure import FAULTY
 from weight_sync.cli.options import Common, reader
 from weight_sync.cli.output import Output, size
-from weight_sync.errors import StoreError, VersionError
+from weight_sync.errors import InputError, StoreError, VersionError
 
 if TYPE_CHECKING:
     from weight_sync.config import Config
@@ -51,6 +51,8 @@ def inspect(
         if not document.get("ok", True):
             raise typer.Exit(FAULTY)
         return
+    if path.suffix == ".safetensors" and "://" not in target and not path.exists():
+        raise InputError("no such file", field=target, do="name a shard, a safetensors file or folder, or a store")
     config = common.config(target)
     with reader(config) as end:
         document = _store(end, config)

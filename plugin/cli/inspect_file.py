@@ -174,7 +174,8 @@ def _show_shard(out: Output, document: dict[str, Any]) -> None:
     changes = f"{document['changes']}" + ("" if bits is None else f", {bits:.2f} bits each")
     out.facts([
         ("shard", document["file"]), ("size", size(document["bytes"])),
-        ("run", document["run_id"]), ("version", f"{document['number']}, view {document['view']}, rank {document['rank']}"),
+        ("run", document["run_id"]), ("version", str(document["number"])),
+        ("view", f"{document['view']}, rank {document['rank']}"),
         ("form", document["form"]), ("tensors", str(document["tensors"])), ("changes", changes),
         ("hashes", "right" if document["ok"] else "WRONG"),
     ])  # fmt: skip

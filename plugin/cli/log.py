@@ -12,6 +12,7 @@ import typer
 
 from weight_sync.cli.options import Common, Uri, reader
 from weight_sync.cli.output import Output, share, size
+from weight_sync.errors import VersionMissingError
 
 if TYPE_CHECKING:
     from weight_sync.proto.v1 import manifest_pb2
@@ -39,6 +40,9 @@ def log(
         run_id = end.run_id()
         entries = list(end.entries())
     wanted = common.keys.get("view")
+    known = {view.name for entry in entries for view in entry.views}
+    if wanted is not None and known and wanted not in known:
+        raise VersionMissingError("no version has such a view", field="view", found=wanted, expected=sorted(known))
     versions = [version_row(entry, wanted) for entry in entries if is_version(entry.kind)]
     document: dict[str, Any] = {"run_id": run_id, "versions": versions}
     if all_entries:

@@ -13,6 +13,7 @@ import typer
 from weight_sync.cli.failure import FAULTY
 from weight_sync.cli.options import Common, Uri, reader
 from weight_sync.cli.output import Output, size
+from weight_sync.errors import VersionMissingError
 
 if TYPE_CHECKING:
     from weight_sync.cli.checks import Findings
@@ -51,8 +52,8 @@ def verify(
         names = sorted({view.name for entry in versions for view in entry.views})
         wanted = common.keys.get("view")
         views = names if wanted is None else [name for name in names if name == wanted]
-        if wanted is not None and not views:
-            findings.notes.append(f"no version has a view {wanted!r}; there are {', '.join(names) or 'none'}")
+        if wanted is not None and names and not views:
+            raise VersionMissingError("no version has such a view", field="view", found=wanted, expected=names)
         histories = [_history(end, config, name) for name in views]
         _check(common.out, histories, versions, findings)
         if deep:

@@ -69,7 +69,7 @@ def encode_classes(runs: Sequence[npt.NDArray[Any]]) -> tuple[shard_pb2.ClassStr
     symbols: list[npt.NDArray[np.uint8]] = []
     for run, k in zip(runs, low_bits, strict=True):
         symbols.append(np.empty(len(run), np.uint8))
-        intstream.split_bits(run, k, symbols[-1], np.zeros(intstream.room_for(len(run), k), np.uint64), 0)
+        intstream.symbols_of(run, k, symbols[-1])
     groups = _groups([np.bincount(some, minlength=256) for some in symbols])
     header = shard_pb2.ClassStreams(low_bits=bytes(low_bits), groups=bytes(groups))
     parts: list[bytes] = []

@@ -68,17 +68,15 @@ def _walkers(shift: int, mask: int) -> tuple[Any, Any]:
     def walk4(old: Any, q: Any, at: Any, end: Any, positions: Any, base: Any, since: Any, keys: Any, gaps: Any) -> None:
         s0, s1, s2, s3 = since[0], since[1], since[2], since[3]
         x0, x1, x2, x3 = old[:q], old[q : 2 * q], old[2 * q : 3 * q], old[3 * q : 4 * q]
-        due = np.empty(4, np.int64)  # where each lane changes next
+        due = np.empty(4, np.int64)  # 4 * (where the lane changes next) + lane: the minimum needs no branch
         for lane in range(4):
-            due[lane] = int64(positions[at[lane]]) - base - lane * q if at[lane] < end[lane] else q
+            due[lane] = 4 * q + lane
+            if at[lane] < end[lane]:
+                due[lane] = 4 * (int64(positions[at[lane]]) - base - lane * q) + lane
         i = 0
         while True:
-            lane = 0
-            stop = due[0]
-            for other in range(1, 4):
-                if due[other] < stop:
-                    stop = due[other]
-                    lane = other
+            first = min(min(due[0], due[1]), min(due[2], due[3]))
+            stop = first >> 2
             for k in range(i, stop):
                 s0[(uint64(x0[k]) >> SHIFT) & MASK] += 1
                 s1[(uint64(x1[k]) >> SHIFT) & MASK] += 1
@@ -87,13 +85,16 @@ def _walkers(shift: int, mask: int) -> tuple[Any, Any]:
             if stop == q:
                 return
             # the lane with a change reads its counter and clears it to -1, so that the next round's bump makes it 0
+            lane = first & 3
             c = (uint64(old[lane * q + stop]) >> SHIFT) & MASK
             n = at[lane]
             keys[n] = c * uint64(4) + uint64(lane)
             gaps[n] = since[lane, c]
             since[lane, c] = -1
             at[lane] = n + 1
-            due[lane] = int64(positions[n + 1]) - base - lane * q if n + 1 < end[lane] else q
+            due[lane] = 4 * q + lane
+            if n + 1 < end[lane]:
+                due[lane] = 4 * (int64(positions[n + 1]) - base - lane * q) + lane
             i = stop
 
     return walk1, walk4

@@ -40,6 +40,7 @@ __all__ = [
     "pack_symbols",
     "room_for",
     "split_bits",
+    "symbols_of",
     "stream_size",
     "unpack_symbols",
 ]
@@ -150,6 +151,20 @@ def split_bits(values: Any, low_bits: Any, symbols: Any, low: Any, bit: Any) -> 
         symbols[i] = uint64(128) + ((n - uint64(8)) << uint64(1)) + ((h >> rest) & uint64(1))
         at = _put(low, at, h & ((uint64(1) << rest) - uint64(1)), rest)
     return at
+
+
+@kernel
+def symbols_of(values: Any, low_bits: Any, symbols: Any) -> None:
+    """The symbols alone."""
+    k = uint64(low_bits)
+    for i in range(len(values)):
+        h = uint64(values[i]) >> k
+        if h >= uint64(128):
+            n = uint64(8)
+            while h >> n != uint64(0):
+                n += uint64(1)
+            h = uint64(128) + ((n - uint64(8)) << uint64(1)) + ((h >> (n - uint64(2))) & uint64(1))
+        symbols[i] = h
 
 
 @kernel

@@ -20,45 +20,33 @@ class TensorReport(_message.Message):
     def __init__(self, tensor: _Optional[int] = ..., changed: _Optional[int] = ..., digest: _Optional[_Union[_common_pb2.Digest, _Mapping]] = ..., whole: bool = ...) -> None: ...
 
 class RankReport(_message.Message):
-    __slots__ = ("tensors", "shards", "error")
+    __slots__ = ("tensors", "shards")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorReport]
     shards: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.ShardRef]
-    error: str
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorReport, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[_manifest_pb2.ShardRef, _Mapping]]] = ..., error: _Optional[str] = ...) -> None: ...
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorReport, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[_manifest_pb2.ShardRef, _Mapping]]] = ...) -> None: ...
 
 class OpenedReport(_message.Message):
-    __slots__ = ("run_id", "epoch", "head", "created", "error")
+    __slots__ = ("run_id", "epoch", "head", "created")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     head: _manifest_pb2.VersionManifest
     created: bool
-    error: str
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., head: _Optional[_Union[_manifest_pb2.VersionManifest, _Mapping]] = ..., created: bool = ..., error: _Optional[str] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., head: _Optional[_Union[_manifest_pb2.VersionManifest, _Mapping]] = ..., created: bool = ...) -> None: ...
 
 class RoundPlan(_message.Message):
-    __slots__ = ("number", "learn", "anchor_reason", "error")
+    __slots__ = ("number", "learn", "anchor_reason", "adopted")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     LEARN_FIELD_NUMBER: _ClassVar[int]
     ANCHOR_REASON_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_FIELD_NUMBER: _ClassVar[int]
     number: int
     learn: bool
     anchor_reason: str
-    error: str
-    def __init__(self, number: _Optional[int] = ..., learn: bool = ..., anchor_reason: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
-
-class RoundOutcome(_message.Message):
-    __slots__ = ("manifest", "error")
-    MANIFEST_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    manifest: _manifest_pb2.VersionManifest
-    error: str
-    def __init__(self, manifest: _Optional[_Union[_manifest_pb2.VersionManifest, _Mapping]] = ..., error: _Optional[str] = ...) -> None: ...
+    adopted: _manifest_pb2.VersionManifest
+    def __init__(self, number: _Optional[int] = ..., learn: bool = ..., anchor_reason: _Optional[str] = ..., adopted: _Optional[_Union[_manifest_pb2.VersionManifest, _Mapping]] = ...) -> None: ...
