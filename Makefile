@@ -49,4 +49,4 @@ dist: venv ## Wheel and sdist, in dist/
 
 clean: ## Removes all that is built here; the shared environments in the cache stay
 	rm -rf .venv .venv.lock build dist weight_sync.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find plugin transport adapters proto tests examples scripts benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,8 @@
 """What differs between two checkpoints: counts per tensor and per kind, steps, signs, zeros, NaN.
 
 Owns the statistics, as a pure function of two checkpoints. Owns no versions, no patches and no printing. Elements are
-compared by bits; a step is the signed distance on the dtype's ordered line (codec/ordered.py), so one bf16 ulp is 1.
+compared by bits; the size of a step is the distance on the dtype's ordered line, so one bf16 ulp is 1. (Patches hold
+steps modulo the width; here they are what they seem.)
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from weight_sync.tensors import TensorSpec
 
 __all__ = ["STEP_BINS", "Comparison", "Counts", "KindDiff", "TensorDiff", "compare", "kind_of", "step_bins"]
 
-STEP_BINS = 64
+STEP_BINS = 65
 _CHUNK = 16 << 20  # elements per task: bounds memory, shares big tensors among threads
 _CHANGES = 1 << 20  # changes looked at together
-_EDGES = np.array([1 << k for k in range(STEP_BINS)], np.uint64)
+_EDGES = np.array([1 << k for k in range(STEP_BINS - 1)], np.uint64)
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 # (mask, infinity): NaN when (bits & mask) > infinity. E4M3 has no infinity, its largest number stands in.
@@ -37,6 +38,7 @@ _EXPONENTS = {
     "F8_E5M2": (0x7F, 0x7C),
     "F8_E4M3": (0x7F, 0x7E),
 }
+_SIGNED = {"I8", "I16", "I32", "I64"}
 _ONE_NAN = {"F8_E4M3FNUZ": 0x80, "F8_E5M2FNUZ": 0x80, "F8_E8M0": 0xFF}
 
 
@@ -200,15 +202,16 @@ def compare_run(old: npt.NDArray[Any], new: npt.NDArray[Any], dtype: DType) -> C
     while at < len(old):
         buffer.count = 0
         seen = diff_run(old[at:], new[at:], 0, buffer)
-        positions, steps = buffer.view()
+        positions, _ = buffer.view()
         if len(positions):
-            out.add(_count_changes(old[at:][positions], new[at:][positions], steps, dtype))
+            out.add(_count_changes(old[at:][positions], new[at:][positions], dtype))
         at += seen
     return out
 
 
-def _count_changes(old: npt.NDArray[Any], new: npt.NDArray[Any], steps: npt.NDArray[Any], dtype: DType) -> Counts:
-    size = np.minimum(steps, ~steps + steps.dtype.type(1)).astype(np.uint64)  # |step| of a step modulo 2^(8 width)
+def _count_changes(old: npt.NDArray[Any], new: npt.NDArray[Any], dtype: DType) -> Counts:
+    a, b = _places(old, dtype), _places(new, dtype)
+    size = (np.maximum(a, b) - np.minimum(a, b)).astype(np.uint64)
     bins = np.searchsorted(_EDGES, size, side="left")
     out = Counts(changed=len(old), largest_step=int(size.max()), steps=np.bincount(bins, minlength=STEP_BINS))
     if dtype.signed_magnitude:
@@ -218,6 +221,14 @@ def _count_changes(old: npt.NDArray[Any], new: npt.NDArray[Any], steps: npt.NDAr
         out.zero_swaps = 0 if dtype.name in _ONE_NAN else int(zeros.sum())  # there, the sign bit alone is the NaN
         out.sign_flips = int((flipped & ~zeros).sum())
     return out
+
+
+def _places(bits: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
+    """Where elements lie on the dtype's line, from its smallest number up: unsigned, of the element's width."""
+    top = bits.dtype.type(1 << (8 * dtype.width - 1))
+    if dtype.signed_magnitude:
+        return np.where(bits >= top, ~bits, bits | top)  # -0.0 is next to 0.0
+    return bits ^ top if dtype.name in _SIGNED else bits
 
 
 def count_nan(bits: npt.NDArray[Any], dtype: DType) -> int:

@@ -6,8 +6,8 @@ engine and no policy when to move. Publishers that restart, replicas, and the co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import TypeVar
 
@@ -16,14 +16,13 @@ from blake3 import blake3
 
 from weight_sync import version as rules
 from weight_sync.checkpoint import Checkpoint
-from weight_sync.codec.digest import Digest
+from weight_sync.codec.digest import Digest, digest_tensor
 from weight_sync.codec.fold import fold_changes, on_dense
 from weight_sync.codec.frame import decode_frame, hash16
 from weight_sync.codec.shard import ShardHead, parse_head
 from weight_sync.codec.threads import ordered_map
 from weight_sync.errors import (
     CorruptionError,
-    VersionError,
     VersionExpiredError,
     VersionMissingError,
     WrongBaseError,
@@ -36,7 +35,10 @@ from weight_sync.tensors import TensorSpec
 __all__ = ["History", "view_of"]
 
 _R = TypeVar("_R")
+_Shards = list[tuple[manifest_pb2.ShardRef, ShardHead]]
+_PATCH = (common_pb2.FORM_STEP, common_pb2.FORM_ABSOLUTE)
 _HEAD_LIMIT = 1 << 30
+_REMEMBERED = 4  # manifests; of a large model each has megabytes
 
 
 def view_of(manifest: manifest_pb2.VersionManifest, name: str) -> manifest_pb2.ViewManifest:
@@ -51,6 +53,14 @@ def view_of(manifest: manifest_pb2.VersionManifest, name: str) -> manifest_pb2.V
 def table_of(view: manifest_pb2.ViewManifest) -> tuple[TensorSpec, ...]:
     """The view's tensors."""
     return tuple(TensorSpec.from_proto(entry.spec) for entry in view.tensors)
+
+
+def first_version(end: ReplicaEnd) -> manifest_pb2.VersionManifest | None:
+    """The entry that a run's line begins with, or its tombstone; None while there is none."""
+    for entry in end.entries():
+        if rules.is_version(entry.kind) or entry.kind == rules.EXPIRED:
+            return entry
+    return None
 
 
 @dataclass
@@ -70,12 +80,14 @@ class History:
     threads: int = 1
     base: str | None = None
     progress: Callable[[int, int], None] | None = None
+    _first_seen: manifest_pb2.VersionManifest | None = field(default=None, repr=False)
+    _recent: dict[int, manifest_pb2.VersionManifest] = field(default_factory=dict, repr=False)
 
     # --- the log ---
 
     def manifest(self, number: int) -> manifest_pb2.VersionManifest:
         """A version's manifest. Raises VersionMissingError or VersionExpiredError with the reason."""
-        manifest = self.end.manifest(number)
+        manifest = self._read(number)
         if not rules.is_version(manifest.kind):
             raise VersionMissingError(
                 f"entry {number} is {rules.kind_name(manifest.kind)}, not a version", field="number", found=number,
@@ -83,10 +95,19 @@ class History:
             )  # fmt: skip
         return manifest
 
+    def _read(self, number: int) -> manifest_pb2.VersionManifest:
+        """Remembers the last few: one move asks for the same ones several times."""
+        if number not in self._recent:
+            manifest = self.end.manifest(number)
+            while len(self._recent) >= _REMEMBERED:
+                del self._recent[next(iter(self._recent))]
+            self._recent[number] = manifest
+        return self._recent[number]
+
     def entry(self, number: int) -> rules.Entry | None:
         """Summary for the planner; None for a number that has none."""
         try:
-            return rules.Entry.of(self.end.manifest(number), self.view)
+            return rules.Entry.of(self._read(number), self.view)
         except VersionExpiredError:
             return rules.Entry(number, 0, rules.EXPIRED)
         except VersionMissingError:
@@ -94,29 +115,34 @@ class History:
 
     def plan(self, have: int | None, target: int) -> rules.Path:
         """The cheapest way. Raises VersionExpiredError or VersionMissingError with the reason when there is none."""
-        found = rules.plan(self.entry, have, target, by_reference=self.resolve_base(None) is not None)
-        if isinstance(found, rules.NoPath):
-            kind = VersionExpiredError if found.expired else VersionMissingError
-            raise kind(
-                found.reason, field="version", found=target, do="follow the newest version, or ask for an anchor"
-            )
-        return found
+        here = self.resolve_base(None) is not None
+        found = rules.plan(self.entry, have, target, by_reference=here)
+        if isinstance(found, rules.Path):
+            return found
+        if not here and isinstance(rules.plan(self.entry, have, target), rules.Path):
+            raise self._no_base(self.manifest(found.number))
+        kind = VersionExpiredError if found.expired else VersionMissingError
+        raise kind(found.reason, field="version", found=target, do="follow the newest version, or ask for an anchor")
+
+    def _no_base(self, manifest: manifest_pb2.VersionManifest) -> VersionMissingError:
+        return VersionMissingError(
+            f"the bits of anchor {manifest.number} are not in the store and its base is not here", field="base",
+            found=manifest.base.uri or manifest.base.hf_id, do="set base to the folder of that checkpoint",
+        )  # fmt: skip
 
     def resolve_base(self, manifest: manifest_pb2.VersionManifest | None) -> str | None:
         """Folder that holds the bits of an anchor by reference, None when it cannot be found here."""
         if self.base is not None:
             return self.base
-        hints = [manifest] if manifest is not None else self._anchors()
-        for hint in hints:
-            if hint.HasField("base") and hint.base.uri and FilePath(hint.base.uri).exists():
-                return hint.base.uri
-        return None
+        hint = manifest if manifest is not None else self._first()
+        uri = "" if hint is None or not hint.HasField("base") else hint.base.uri
+        return uri if uri and FilePath(uri).exists() else None
 
-    def _anchors(self) -> list[manifest_pb2.VersionManifest]:
-        try:
-            return [self.end.manifest(0)]
-        except VersionError:
-            return []
+    def _first(self) -> manifest_pb2.VersionManifest | None:
+        """Only the first version of a run is kept by reference; what it says does not change until it is collected."""
+        if self._first_seen is None:
+            self._first_seen = first_version(self.end)
+        return self._first_seen
 
     # --- objects ---
 
@@ -147,17 +173,17 @@ class History:
         size = min(ref.head_size, _HEAD_LIMIT)
         return self._fetched(f"version {manifest.number}", lambda: self.end.read(ref, 0, size), check)
 
-    def _patch_shards(self, manifest: manifest_pb2.VersionManifest) -> list[tuple[manifest_pb2.ShardRef, ShardHead]]:
-        """The shards of the patch in the step form (or absolute)."""
-        view = view_of(manifest, self.view)
-        usable = (common_pb2.FORM_STEP, common_pb2.FORM_ABSOLUTE)
-        return [(ref, self.head(manifest, ref)) for ref in view.shards if ref.form in usable]
+    def _shards(self, number: int, forms: Collection[int]) -> _Shards:
+        manifest = self.manifest(number)
+        return [(ref, self.head(manifest, ref)) for ref in view_of(manifest, self.view).shards if ref.form in forms]
 
     def changes(self, number: int, wanted: Callable[[TensorSpec], bool] | None = None) -> list[Changes]:
         """All changes of one version's patch, decoded. Raises CorruptionError naming object and version."""
-        manifest = self.manifest(number)
+        return self._changes(number, self._shards(number, _PATCH), wanted)
+
+    def _changes(self, number: int, shards: _Shards, wanted: Callable[[TensorSpec], bool] | None) -> list[Changes]:
         jobs: list[tuple[manifest_pb2.ShardRef, ShardHead, int]] = []
-        for ref, head in self._patch_shards(manifest):
+        for ref, head in shards:
             for k, frame in enumerate(head.index.frames):
                 touched = (head.specs[region.tensor] for region in frame.regions if region.tensor < len(head.specs))
                 if wanted is None or any(map(wanted, touched)):
@@ -185,14 +211,12 @@ class History:
 
     def pieces(self, number: int, anchor: bool) -> Iterator[DensePiece]:
         """Dense pieces of the anchor, or of the patch (tensors that appeared or changed shape), one at a time."""
-        manifest = self.manifest(number)
-        view = view_of(manifest, self.view)
-        refs = [ref for ref in view.shards if (ref.form == common_pb2.FORM_RAW) == anchor]
-        total, done = sum(ref.size for ref in refs), 0
-        for ref in refs:
-            if ref.form == common_pb2.FORM_COMPACT:
-                continue
-            head = self.head(manifest, ref)
+        return self._pieces(number, self._shards(number, (common_pb2.FORM_RAW,) if anchor else _PATCH))
+
+    def _pieces(self, number: int, shards: _Shards) -> Iterator[DensePiece]:
+        total = sum(length for _, head in shards for _, length in head.piece_spans)
+        done = 0
+        for ref, head in shards:
             for k, (offset, length) in enumerate(head.piece_spans):
                 piece = head.index.pieces[k]
                 spec = head.specs[piece.region.tensor]
@@ -216,48 +240,57 @@ class History:
             return
         folder = self.resolve_base(manifest)
         if folder is None:
-            raise VersionMissingError(
-                f"the bits of anchor {number} are not in the store and its base is not here", field="base",
-                found=manifest.base.uri or manifest.base.hf_id, do="set base to the folder of that checkpoint",
-            )  # fmt: skip
-        yield from self.base_pieces(Checkpoint(folder), table_of(view_of(manifest, self.view)))
+            raise self._no_base(manifest)
+        yield from self._base_pieces(Checkpoint(folder), view_of(manifest, self.view))
+
+    def _base_pieces(self, checkpoint: Checkpoint, view: manifest_pb2.ViewManifest) -> Iterator[DensePiece]:
+        """A checkpoint's tensors as pieces, each compared with the version's digest of it."""
+        for entry in view.tensors:
+            spec = TensorSpec.from_proto(entry.spec)
+            found = checkpoint.spec(spec.name) if spec.name in checkpoint else None
+            if found is None or _plain(found) != _plain(spec):
+                raise self._wrong_base(checkpoint, spec, found, spec)
+            bits = checkpoint.bits(spec.name)
+            digest, expected = digest_tensor(spec, bits, self.threads), Digest.from_proto(entry.digest)
+            if digest != expected:
+                raise self._wrong_base(checkpoint, spec, digest.hex(), expected.hex())
+            if spec.elements:
+                yield DensePiece(spec, Box.run(0, spec.elements), bits)
 
     @staticmethod
-    def base_pieces(checkpoint: Checkpoint, table: Sequence[TensorSpec]) -> Iterator[DensePiece]:
-        """A checkpoint's tensors as pieces. Raises WrongBaseError when it lacks one or has another one."""
-        for spec in table:
-            if spec.name not in checkpoint or _plain(checkpoint.spec(spec.name)) != _plain(spec):
-                found = checkpoint.spec(spec.name) if spec.name in checkpoint else None
-                raise WrongBaseError(
-                    "the checkpoint is not the run's base", field=spec.name, found=found, expected=spec,
-                    do=f"set base to the checkpoint that the run started from, not {checkpoint.path}",
-                )  # fmt: skip
-            yield DensePiece(spec, Box.run(0, spec.elements), checkpoint.bits(spec.name))
+    def _wrong_base(checkpoint: Checkpoint, spec: TensorSpec, found: object, expected: object) -> WrongBaseError:
+        return WrongBaseError(
+            "the checkpoint is not the run's base", field=spec.name, found=found, expected=expected,
+            do=f"set base to the checkpoint that the run started from, not {checkpoint.path}",
+        )  # fmt: skip
 
-    def update(self, have: int | None, target: int) -> Update:
-        """What takes a state from version ``have`` (None: whatever it is) to ``target``, folded into one."""
+    def update(self, have: int | None, target: int, held: Sequence[TensorSpec] | None = None) -> Update:
+        """What takes a state from version ``have`` (None: whatever it is) to ``target``, folded into one.
+
+        ``held`` is the table of ``have``; without it, it is read from the log, where it may have been collected.
+        """
+        self._recent.clear()  # a version may have been collected since
         path = self.plan(have, target)
         manifest = self.manifest(target)
         view = view_of(manifest, self.view)
         table = table_of(view)
-        number = have if path.anchor is None else path.anchor
-        before = () if number is None else table_of(view_of(self.manifest(number), self.view))
+        if held is None:
+            held = () if have is None or path.anchor is not None else table_of(view_of(self.manifest(have), self.view))
         folded, whole = self.fold(path.patches, table)
         full = path.anchor is not None
+        alive = set(table)
 
         def dense() -> Iterator[DensePiece]:
-            if path.anchor is None:
-                yield from whole.values()
-                return
-            for piece in self.full(path.anchor):
-                if piece.spec.name not in whole and piece.spec in table:
-                    yield piece
+            if path.anchor is not None:
+                for piece in self.full(path.anchor):
+                    if piece.spec.name not in whole and piece.spec in alive:
+                        yield piece
             yield from whole.values()
 
         return Update(
             target=common_pb2.VersionId(run_id=manifest.run_id, number=target),
             digest=Digest.from_proto(view.digest), tensors=table, changes=folded, dense=dense,
-            removed=tuple(spec.name for spec in before if spec.name not in {s.name for s in table}),
+            removed=tuple(sorted({spec.name for spec in held} - {spec.name for spec in table})),
             full=full, manifest=manifest, extra={"path": path},
         )  # fmt: skip
 
@@ -274,12 +307,13 @@ class History:
         versions: list[list[Changes]] = []
         whole: dict[str, DensePiece] = {}
         for number in numbers:
-            changes = self.changes(number)
-            arrived = assemble(self.pieces(number, anchor=False))
-            for name in whole.keys() - arrived.keys():
+            shards = self._shards(number, _PATCH)
+            changes = self._changes(number, shards, None)
+            arrived = assemble(self._pieces(number, shards))
+            for name, old in whole.items():
                 later = [item for item in changes if item.spec.name == name]
-                old = whole[name]
-                whole[name] = DensePiece(old.spec, old.coords, on_dense(old.bits, old.coords, later))
+                if later and name not in arrived:
+                    whole[name] = DensePiece(old.spec, old.coords, on_dense(old.bits, old.coords, later))
             whole |= arrived
             versions = [[item for item in old if item.spec.name not in arrived] for old in versions]
             versions.append([item for item in changes if item.spec.name not in whole])

@@ -74,19 +74,20 @@ class Ledger:
 
     @classmethod
     def of(
-        cls, head: manifest_pb2.VersionManifest | None, view: str, lookup: Callable[[int], manifest_pb2.VersionManifest]
+        cls,
+        head: manifest_pb2.VersionManifest | None,
+        view: str,
+        lookup: Callable[[int], manifest_pb2.VersionManifest] | None = None,
     ) -> Ledger:
-        """Of a run that is opened again. ``lookup`` gives older versions, for what was written since the last full state."""
+        """Of a run that is opened again; ``lookup`` gives older versions, to count what follows the last full state."""
         ledger = cls(view)
-        chain: list[manifest_pb2.VersionManifest] = []
+        if head is None:
+            return ledger
+        ledger._adopt(head)
         version = head
-        while version is not None and version.kind == manifest_pb2.ENTRY_KIND_PATCH and version.HasField("parent"):
-            chain.append(version)
+        while lookup is not None and version.kind == manifest_pb2.ENTRY_KIND_PATCH:
+            ledger._count(version)
             version = lookup(version.parent)
-        for patch in chain:
-            ledger._count(patch)
-        if head is not None:
-            ledger._adopt(head)
         return ledger
 
     def committed(self, manifest: manifest_pb2.VersionManifest) -> None:

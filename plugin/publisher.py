@@ -9,12 +9,12 @@ Every rank of a torch.distributed job calls every method; ranks publish their ow
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -22,25 +22,26 @@ from weight_sync import config as configuration
 from weight_sync.checkpoint import Checkpoint
 from weight_sync.codec.digest import Digest
 from weight_sync.config import Config, crash_point
-from weight_sync.consensus import pack_error, raise_packed, unpack_error, writer_name
+from weight_sync.consensus import together, writer_name
 from weight_sync.errors import (
+    CorruptionError,
     DeadlineError,
-    EpochFencedError,
     ForkRequiredError,
+    InputError,
+    LineageError,
     StoreError,
-    StoreUnavailableError,
     WeightSyncError,
 )
 from weight_sync.group import default_group
-from weight_sync.history import view_of
+from weight_sync.history import History, view_of
 from weight_sync.lineage import Ledger, anchor_due, check_step
-from weight_sync.opening import base_digests, check_base, open_run, ship_base
+from weight_sync.opening import base_digests, open_run, ship_base
 from weight_sync.ports import Fate, Group, OpenedRun, PublisherEnd
 from weight_sync.proto.v1 import common_pb2, manifest_pb2, replica_pb2, report_pb2, trajectory_pb2
 from weight_sync.proving import learn_proven
 from weight_sync.registry import open_transport
 from weight_sync.reports import PublishReport
-from weight_sync.served import ServedView, named_source, storages_of, view_fingerprint
+from weight_sync.served import named_source, storages_of, view_fingerprint
 from weight_sync.work import Prepared, RankWork
 
 if TYPE_CHECKING:
@@ -56,21 +57,24 @@ class Publisher:
 
     Attributes:
         config: the keys in force.
-        run_id: of the run.
-        version: number of the version committed last, None before the first.
-        failed: the last publish's error until it is settled; None when all is well.
+        group: the ranks that publish together.
     """
 
     def __init__(self, config: Config, end: PublisherEnd, run: OpenedRun, group: Group) -> None:
         self.config, self.group = config, group
         self._end, self._run = end, run
         self._work = RankWork(config)
-        self._view: ServedView | None = None
-        self._ledger = Ledger.of(run.head, config.view)
-        self._pending: Future[PublishReport] | None = None
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="weight_sync-publish") if config.overlap else None
+        lookup = end.reader().manifest if group.rank == 0 else None  # rank 0 decides when a full state is due
+        self._ledger = Ledger.of(run.head, config.view, lookup)
+        self._pending: concurrent.futures.Future[PublishReport] | None = None
+        self._background = (
+            concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="weight_sync-publish")
+            if config.overlap
+            else None
+        )
         self._last: PublishReport | None = None
-        self._unknown: int | None = None  # a number whose fate the store would not tell
+        self._in_doubt: int | None = None  # on rank 0: a number that may have been committed without our knowledge
+        self._since_collection = 0
 
     # --- opening ---
 
@@ -93,9 +97,10 @@ class Publisher:
             keys["base"] = os.fspath(base)
         config = uri.replace(**keys) if isinstance(uri, Config) else configuration.load({"uri": uri, **keys})
         ranks = group if group is not None else default_group(config.timeout_s)
-        end = open_transport(config).publisher_end(ranks.rank, ranks.size)
+        transport = open_transport(config)
+        end = transport.publisher_end(ranks.rank, ranks.size)
         try:
-            publisher = cls(config, end, open_run(config, end, ranks), ranks)
+            publisher = cls(config, end, open_run(config, transport, end, ranks), ranks)
             publisher._start()
         except BaseException:
             end.close()
@@ -123,19 +128,20 @@ class Publisher:
         return self._ledger.step
 
     def _start(self) -> None:
-        """Version 0 of a new run, by reference; in an old run the check that its base is ours."""
+        """The first version of a run, by reference; in a run that has one, the check that its base is ours."""
         if self.config.base is None:
             return
-        checkpoint = Checkpoint(self.config.base)
-        digests = base_digests(checkpoint, self.config.threads, self.group)
-        if not self._run.created:
-            check_base(self._end, self.config, digests)
+        if self._ledger.head is not None:
+            base_digests(self.config, self.group, self._end.reader())
             return
-        entries = [(spec, digests[spec.name]) for spec in checkpoint.table]
-        manifest = self._ledger.base_manifest(self._run, self.config, entries, writer_name())
+        digests = base_digests(self.config, self.group, None)
+        number = int(together(self.group, bytes, lambda _: str(self._end.next_number()).encode()))
+        entries = [(spec, digests[spec.name]) for spec in Checkpoint(self.config.base).table]
+        manifest = self._ledger.base_manifest(self._run, number, self.config, entries, writer_name())
         if self.config.ship_base == "always":
-            manifest.views[0].shards.extend(ship_base(checkpoint, self._end, self.run_id, self.config.view, self.group))
-        self._conclude(manifest)
+            manifest.views[0].shards.extend(ship_base(self.config, self._end, self.run_id, number, self.group))
+        committed = together(self.group, bytes, lambda _: self._commit(manifest))
+        self._concluded(manifest_pb2.VersionManifest.FromString(committed))
 
     # --- publishing ---
 
@@ -145,7 +151,8 @@ class Publisher:
         """Publishes what ``source`` holds now as the next version.
 
         Args:
-            source: a module, or (this rank's) tensors by checkpoint name; plain tensors or DTensors.
+            source: a module, or (this rank's) tensors by checkpoint name; plain tensors or DTensors. A module must have
+                the tensors of the version before; named tensors may appear, vanish and change shape.
             step: the trainer's own counter; must be above the head's.
             metadata: free text that travels with the version.
             cast: serve float tensors in the dtype of the version before (fp32 masters as bf16). False carries a change
@@ -159,16 +166,18 @@ class Publisher:
         """
         self.settle()
         started = time.perf_counter()
-        named, storages, why = self._guarded(lambda: _opened(source, self._ledger, step))
-        plan = self._round(named, why)
+        offer = _Offer(source, step, cast)
+        plan = report_pb2.RoundPlan.FromString(
+            together(self.group, lambda: offer.open(self._ledger, self._work), self._plan)
+        )
+        if plan.HasField("adopted"):
+            self._concluded(plan.adopted)
+            self._work.forget()
         if plan.learn:
-            self._view = learn_proven(
-                named, storages, cast, self._ledger, self._work, self._end.reader(), self.config, self.group
-            )
-        assert self._view is not None
-        made, why = self._work_of(self._view, storages)
-        seconds = {"diff": time.perf_counter() - started}
-        job = _Round(plan, made, step, dict(metadata or {}), why, started, seconds)
+            history = History(self._end.reader(), self.config.view, self.config.threads, self.config.base)
+            learn_proven(offer.named, offer.storages, cast, self._ledger, self._work, history, self.group)
+        job = _Round(plan, step, dict(metadata or {}), started)
+        self._prepare(job, offer.storages)
         if self._background is None:
             return self._finish(job)
         self._pending = self._background.submit(self._finish, job)
@@ -176,173 +185,115 @@ class Publisher:
 
     def settle(self, timeout: float | None = None) -> PublishReport | None:
         """Waits for the version in flight; returns the last report. Raises its error, once, and DeadlineError."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return self._last
         limit = self.config.timeout_s if timeout is None else timeout
+        if not concurrent.futures.wait([self._pending], limit).done:
+            raise DeadlineError("the version in flight has not ended", field="settle", expected=f"within {limit:g} s")
+        pending, self._pending = self._pending, None
+        return pending.result()
+
+    def _plan(self, parts: Sequence[bytes]) -> bytes:
+        """On rank 0: number, whether to learn the view again, and whether to write a full state."""
+        plan = report_pb2.RoundPlan(learn=any(part == _LEARN for part in parts))
+        self._settle_doubt(plan)
+        plan.number = self._end.next_number()
         try:
-            return pending.result(limit)
-        except TimeoutError as error:
-            if pending.done():
-                raise
-            self._pending = pending
-            raise DeadlineError(
-                "the version in flight has not ended", field="settle", expected=f"within {limit:g} s"
-            ) from error
+            wanted = list(self._end.wants())
+        except CorruptionError:
+            wanted = []  # a replica wrote garbage, which the transport has set aside: no reason to stop the trainer
+        ledger = self._ledger
+        plan.anchor_reason = anchor_due(
+            self.config, ledger.head, ledger.since, ledger.patch_bytes, ledger.state_bytes, wanted
+        )
+        return plan.SerializeToString()
 
-    @staticmethod
-    def _guarded(work: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any, WeightSyncError | None]:
-        """A rank's own fault is told to the others at the next collective call instead of leaving them waiting."""
-        try:
-            return (*work(), None)
-        except WeightSyncError as error:
-            return None, None, error
-
-    def _round(self, named: Any, why: WeightSyncError | None) -> report_pb2.RoundPlan:
-        """Number, whether to learn the view again and whether to write a full state: one answer for all ranks."""
-        if why is not None:
-            mine = b"!" + pack_error(why).encode("utf-8", "replace")
-        else:
-            stale = self._view is None or view_fingerprint(named) != self._view.fingerprint
-            mine = b"L" if stale else b"S"
-        parts = self.group.gather(mine)
-        plan = report_pb2.RoundPlan()
-        if parts:
-            self._plan(plan, parts)
-        plan = report_pb2.RoundPlan.FromString(self.group.broadcast(plan.SerializeToString() if parts else None))
-        raise_packed(plan.error, why)
-        return plan
-
-    def _plan(self, plan: report_pb2.RoundPlan, parts: Sequence[bytes]) -> None:
-        try:
-            failed = next((part for part in parts if part[:1] == b"!"), None)
-            if failed is not None:
-                raise unpack_error(failed[1:].decode("utf-8", "replace"))
-            self._settle_unknown()
-            plan.number = self._end.next_number()
-            plan.learn = any(part == b"L" for part in parts)
-            ledger = self._ledger
-            plan.anchor_reason = anchor_due(self.config, ledger.head, ledger.since, ledger.patch_bytes,
-                                            ledger.state_bytes, list(self._end.wants()))  # fmt: skip
-        except WeightSyncError as error:
-            plan.error = pack_error(error)
-
-    def _settle_unknown(self) -> None:
-        """A number whose fate is unknown is closed before the next one is begun, on rank 0."""
-        if self._unknown is None:
+    def _settle_doubt(self, plan: report_pb2.RoundPlan) -> None:
+        """A number whose fate is unknown is closed, or adopted by all ranks, before the next one is begun."""
+        number = self._in_doubt
+        if number is None:
             return
-        number = self._unknown
         if self._end.abort(number, "the publisher could not learn whether it was committed") is Fate.COMMITTED:
-            raise StoreUnavailableError(
-                "an earlier version turned out to be committed", field="number", found=number,
-                do="open the publisher again: it goes on from that version",
-            )  # fmt: skip
-        self._unknown = None
+            plan.adopted.CopyFrom(self._end.reader().manifest(number))
+            plan.learn = True  # the base is loaded again: ours is of the version before
+        else:
+            self._in_doubt = None
 
-    def _work_of(
-        self, view: ServedView, storages: Mapping[str, torch.Tensor]
-    ) -> tuple[Prepared | None, WeightSyncError | None]:
+    def _prepare(self, job: _Round, storages: Mapping[str, torch.Tensor]) -> None:
+        assert self._work.view is not None
         try:
-            made = self._work.prepare(view, storages, self._ledger.table)
-        except WeightSyncError as error:
-            return None, error
-        crash_point("publish:encoded")
-        return made, None
+            job.made = self._work.prepare(self._work.view, storages, self._ledger.table)
+            crash_point("publish:encoded")
+        except Exception as error:  # told to the other ranks where they next meet
+            job.why = error
+        job.seconds["diff"] = time.perf_counter() - job.started
 
     def _finish(self, job: _Round) -> PublishReport:
         """Send, commit, promote; collective, possibly in the background."""
-        number, made, why = job.plan.number, job.made, job.why
         begun = time.perf_counter()
-        report = report_pb2.RankReport()
-        if made is not None:
-            try:
-                report = self._work.send(
-                    self._end, self.run_id, number, self.group.rank, made, bool(job.plan.anchor_reason)
-                )
-                crash_point("publish:sent")
-            except WeightSyncError as error:
-                why = error
-        if why is not None:
-            report.error = pack_error(why)
-        job.seconds["send"] = time.perf_counter() - begun
-        begun = time.perf_counter()
-        committed = False
         try:
-            manifest = self._conclude_round(job, report, why)
-            committed = True
-        finally:
-            if made is not None and not committed:
-                self._work.settle(made, False)
-        job.seconds["commit"] = time.perf_counter() - begun
+            answer = together(self.group, lambda: self._send(job), lambda parts: self._commit_round(job, parts))
+        except BaseException:
+            if job.made is not None:
+                self._work.settle(job.made, False)
+            raise
+        manifest = manifest_pb2.VersionManifest.FromString(answer)
+        self._concluded(manifest)
+        assert job.made is not None
+        job.seconds["commit"] = time.perf_counter() - begun - job.seconds["send"]
         begun = time.perf_counter()
-        assert made is not None
-        self._work.settle(made, True)
+        self._work.settle(job.made, True)
         crash_point("publish:promoted")
         job.seconds["promote"] = time.perf_counter() - begun
         job.seconds["total"] = time.perf_counter() - job.started
-        self._last = self._report(manifest, job)
-        self._collect_if_due()
+        self._last = self._report(manifest, job, self._collect_if_due())
         return self._last
 
-    def _conclude_round(
-        self, job: _Round, report: report_pb2.RankReport, why: WeightSyncError | None
-    ) -> manifest_pb2.VersionManifest:
-        parts = self.group.gather(report.SerializeToString())
-        manifest = manifest_pb2.VersionManifest()
-        failure: WeightSyncError | None = None
-        if parts:
-            reports = [report_pb2.RankReport.FromString(part) for part in parts]
-            failed = next((r.error for r in reports if r.error), None)
-            if failed is not None:
-                failure = unpack_error(failed)
-            else:
-                assert job.made is not None
-                manifest = self._ledger.manifest(self._run, job.plan.number, job.step, job.metadata,
-                                                 bool(job.plan.anchor_reason), writer_name())  # fmt: skip
-                self._ledger.add_view(manifest, job.made.view.table, reports)
-        return self._conclude(manifest, failure, why)
+    def _send(self, job: _Round) -> bytes:
+        if job.why is not None:
+            raise job.why
+        assert job.made is not None
+        begun = time.perf_counter()
+        full = bool(job.plan.anchor_reason)
+        report = self._work.send(self._end, self.run_id, job.plan.number, self.group.rank, job.made, full)
+        crash_point("publish:sent")
+        job.seconds["send"] = time.perf_counter() - begun
+        return report.SerializeToString()
 
-    def _conclude(
-        self,
-        manifest: manifest_pb2.VersionManifest,
-        failure: WeightSyncError | None = None,
-        own: WeightSyncError | None = None,
-    ) -> manifest_pb2.VersionManifest:
-        """Rank 0 commits, everyone hears how it went and raises the same error."""
-        outcome = report_pb2.RoundOutcome()
-        if self.group.rank == 0:
-            try:
-                if failure is not None:
-                    raise failure
-                crash_point("publish:commit")
-                self._commit(manifest)
-                outcome.manifest.CopyFrom(manifest)
-            except WeightSyncError as error:
-                failure = error
-                outcome.error = pack_error(error)
-        outcome = report_pb2.RoundOutcome.FromString(
-            self.group.broadcast(outcome.SerializeToString() if self.group.rank == 0 else None)
-        )
-        raise_packed(outcome.error, own or failure)
-        self._ledger.committed(outcome.manifest)
-        return outcome.manifest
+    def _commit_round(self, job: _Round, parts: Sequence[bytes]) -> bytes:
+        """On rank 0."""
+        assert job.made is not None
+        full = bool(job.plan.anchor_reason)
+        manifest = self._ledger.manifest(self._run, job.plan.number, job.step, job.metadata, full, writer_name())
+        reports = [report_pb2.RankReport.FromString(part) for part in parts]
+        self._ledger.add_view(manifest, job.made.view.table, reports)
+        return self._commit(manifest)
 
-    def _commit(self, manifest: manifest_pb2.VersionManifest) -> None:
-        """Commits, and settles the number when the store's answer is lost."""
+    def _commit(self, manifest: manifest_pb2.VersionManifest) -> bytes:
+        """On rank 0: commits, and settles the number when the store's answer is lost. Returns the manifest."""
+        crash_point("publish:commit")
+        self._in_doubt = manifest.number
         try:
             self._end.commit(manifest)
-        except EpochFencedError:
+        except (InputError, LineageError):
+            self._in_doubt = None  # refused: it is not there
             raise
-        except StoreError as error:
+        except WeightSyncError as error:
             try:
                 fate = self._end.abort(manifest.number, f"commit failed: {error.what}")
             except WeightSyncError:
-                self._unknown = manifest.number
-                raise error from None
+                raise error from None  # the next round asks again
             if fate is not Fate.COMMITTED:
+                self._in_doubt = None
                 raise
+        return manifest.SerializeToString()
 
-    def _report(self, manifest: manifest_pb2.VersionManifest, job: _Round) -> PublishReport:
+    def _concluded(self, manifest: manifest_pb2.VersionManifest) -> None:
+        """This rank knows that the version is committed."""
+        self._ledger.committed(manifest)
+        self._in_doubt = None
+
+    def _report(self, manifest: manifest_pb2.VersionManifest, job: _Round, collect_error: str) -> PublishReport:
         view = view_of(manifest, self.config.view)
         raw = common_pb2.FORM_RAW
         return PublishReport(
@@ -352,6 +303,7 @@ class Publisher:
             patch_bytes=sum(ref.size for ref in view.shards if ref.form != raw),
             anchor_bytes=sum(ref.size for ref in view.shards if ref.form == raw),
             digest=Digest.from_proto(view.digest).hex(), seconds=dict(job.seconds), reason=job.plan.anchor_reason,
+            collect_error=collect_error,
         )  # fmt: skip
 
     # --- what comes back ---
@@ -368,10 +320,17 @@ class Publisher:
         """Deletes what no lease and no retained version needs; counts by kind. Rank 0 only."""
         return self._end.collect()
 
-    def _collect_if_due(self) -> None:
-        every = self.config.collect_every
-        if every and self.group.rank == 0 and self._last is not None and self._last.version % every == 0:
+    def _collect_if_due(self) -> str:
+        """Why it failed: the version is out all the same."""
+        self._since_collection += 1
+        if self.group.rank != 0 or not self.config.collect_every or self._since_collection < self.config.collect_every:
+            return ""
+        self._since_collection = 0
+        try:
             self._end.collect()
+        except (StoreError, CorruptionError) as error:
+            return str(error)
+        return ""
 
     def close(self) -> None:
         """Settles the version in flight and releases everything; a failure of that version is raised after it."""
@@ -395,24 +354,39 @@ class Publisher:
             self.close()
 
 
+_LEARN, _KNOWN = b"L", b"K"
+
+
+@dataclass
+class _Offer:
+    """What this rank was handed. ``named`` and ``storages`` are there once it has been opened."""
+
+    source: Source
+    step: int | None
+    cast: bool
+    named: Any = None
+    storages: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def open(self, ledger: Ledger, work: RankWork) -> bytes:
+        """The checks that need no other rank; tells whether the view has to be learnt."""
+        reason = check_step(ledger.step, self.step)
+        if reason:
+            raise ForkRequiredError(reason, field="step", found=self.step, expected=f"above {ledger.step}",
+                                    do="resume the trainer from the head, or fork: true to start a new run")  # fmt: skip
+        self.named = named_source(self.source)
+        self.storages = storages_of(self.named)
+        known = work.view is not None and work.view.fingerprint == view_fingerprint(self.named, self.cast)
+        return _KNOWN if known else _LEARN
+
+
 @dataclass
 class _Round:
-    """One publish on its way."""
+    """One publish on its way; ``why`` is what kept this rank from preparing its part."""
 
     plan: report_pb2.RoundPlan
-    made: Prepared | None
     step: int | None
     metadata: dict[str, str]
-    why: WeightSyncError | None
     started: float
-    seconds: dict[str, float]
-
-
-def _opened(source: Source, ledger: Ledger, step: int | None) -> tuple[Any, Any]:
-    """Source and storages, after the checks that need no other rank."""
-    reason = check_step(ledger.step, step)
-    if reason:
-        raise ForkRequiredError(reason, field="step", found=step, expected=f"above {ledger.step}",
-                                do="resume the trainer from the head, or fork: true to start a new run")  # fmt: skip
-    named = named_source(source)
-    return named, storages_of(named)
+    made: Prepared | None = None
+    why: Exception | None = None
+    seconds: dict[str, float] = field(default_factory=dict)

@@ -7,19 +7,20 @@ base to diff against (snapshot.py) and no sending (publisher.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from weight_sync.dtypes import dtype_of, dtype_of_torch
-from weight_sync.errors import TensorError, WeightSyncError
+from weight_sync.consensus import together
+from weight_sync.errors import LayoutError, TensorError, WeightSyncError
 from weight_sync.layout.agree import agree_on_owners
 from weight_sync.layout.box import Box
 from weight_sync.layout.learn import learn_module, learn_named
 from weight_sync.layout.placement import Layout, Placement
-from weight_sync.layout.storage import check_storages, flat_storage, local_storages, local_tensor
+from weight_sync.layout.storage import check_storages, flat_storage, in_memory, local_tensor
 from weight_sync.ports import Group
 from weight_sync.proto.v1 import common_pb2, manifest_pb2
 from weight_sync.tensors import TensorSpec, sorted_table
@@ -60,13 +61,13 @@ class ServedView:
         table: all served tensors of the version, sorted by name; equal on every rank.
         pieces: of this rank, by table order and coordinate.
         layout: all that this rank holds, owned or not.
+        fingerprint: of the source that it was learnt from.
     """
 
     table: tuple[TensorSpec, ...]
     pieces: tuple[ServedPiece, ...]
     layout: Layout
     fingerprint: bytes = b""
-    by_name: dict[str, TensorSpec] = field(default_factory=dict)
 
     def check(self, storages: Mapping[str, torch.Tensor]) -> None:
         """Raises LayoutError when a storage is not what was learnt."""
@@ -92,24 +93,39 @@ def named_source(source: Source) -> torch.nn.Module | dict[str, torch.Tensor]:
     return named
 
 
-def view_fingerprint(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> bytes:
-    """Changes when names, shapes, dtypes or shardings do: then the view is learnt again."""
+def view_fingerprint(source: torch.nn.Module | Mapping[str, torch.Tensor], cast: bool) -> bytes:
+    """Changes when names, shapes, dtypes, shardings, memory order or ties do: then the view is learnt again."""
     import hashlib
 
-    tensors = source.state_dict(keep_vars=True) if not isinstance(source, Mapping) else source
-    hasher = hashlib.blake2b(digest_size=16)
-    for name, tensor in tensors.items():
+    hasher = hashlib.blake2b(bytes([cast]), digest_size=16)
+    places: dict[tuple[int, int], int] = {}
+    for name, tensor in _tensors_of(source).items():
+        local = local_tensor(tensor)
         split = (tuple(getattr(tensor, "placements", ())), str(getattr(tensor, "device_mesh", "")))
-        shape, dtype = tuple(getattr(tensor, "shape", ())), str(getattr(tensor, "dtype", ""))
-        hasher.update(repr((name, shape, dtype, split)).encode("utf-8", "replace"))
+        tied = places.setdefault((local.data_ptr(), local.numel()), len(places)) if local.numel() else -1
+        facts = (name, tuple(tensor.shape), tensor.dtype, split, local.shape, local.stride(), tied)
+        hasher.update(repr(facts).encode("utf-8", "replace"))
     return hasher.digest()
 
 
+def _tensors_of(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    return source if isinstance(source, Mapping) else in_memory(source)
+
+
 def storages_of(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The flat storages as they lie now."""
-    if isinstance(source, Mapping):
-        return {name: flat_storage(tensor) for name, tensor in source.items()}
-    return local_storages(source)
+    """The flat storages as they lie now. Raises TensorError for a tensor whose bits do not lie in memory as they are."""
+    import torch
+
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in _tensors_of(source).items():
+        odd = [fact for fact in ("is_meta", "is_quantized", "is_sparse", "is_nested") if getattr(tensor, fact, False)]
+        if odd or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+            raise TensorError(
+                "tensor has no plain bits", field=name, found=", ".join(odd) or f"{tensor.layout}, a lazy view",
+                expected="a dense tensor that holds its values", do="materialise it before publishing",
+            )  # fmt: skip
+        out[name] = flat_storage(tensor)
+    return out
 
 
 def learn_view(
@@ -124,21 +140,19 @@ def learn_view(
         base: table of the version before (of the checkpoint for a model); empty when there is none.
         cast: float tensors are served in the dtype that ``base`` lists under their name (fp32 masters as bf16).
 
+    A module must have the tensors of ``base``, under the names that its host saves; named tensors may be others.
+
     Raises LayoutError or TensorError, on every rank when one of them fails.
     """
-    layout: Layout | WeightSyncError
-    try:
-        table = tuple(base)
-        if isinstance(source, Mapping) or not base:
-            table = _joint_table(source, base, group, cast)
-        learn = learn_named if isinstance(source, Mapping) else learn_module
-        layout = learn(source, table, partial=group.size > 1)  # type: ignore[arg-type]
-    except WeightSyncError as error:
-        if group.size == 1:
-            raise
-        layout = error
+    table = tuple(base)
+    if base and not cast and not isinstance(source, Mapping):
+        raise TensorError("a module is served in the dtypes of the version before", field="cast", found=cast,
+                          expected=True, do="publish its tensors by name to change dtypes")  # fmt: skip
+    if isinstance(source, Mapping) or not base:
+        table = _joint_table(source, base, group, cast)
+    layout = _agreed_layout(source, table, group)
     owned = set(agree_on_owners(group, layout).owned)
-    assert isinstance(layout, Layout)
+    assert isinstance(layout, Layout)  # else agree_on_owners has raised it
     by_name = {spec.name: spec for spec in layout.tensors}
     pieces = [
         ServedPiece(by_name[name], placement)
@@ -146,18 +160,38 @@ def learn_view(
         for placement in layout.by_tensor[name]
         if placement.coords.count
     ]
-    return ServedView(layout.tensors, tuple(pieces), layout, view_fingerprint(source), by_name)
+    return ServedView(layout.tensors, tuple(pieces), layout, view_fingerprint(source, cast))
+
+
+def _agreed_layout(
+    source: torch.nn.Module | Mapping[str, torch.Tensor], table: Sequence[TensorSpec], group: Group
+) -> Layout | WeightSyncError:
+    """This rank's layout, or why it has none, for the other ranks wait to be told."""
+    try:
+        if isinstance(source, Mapping):
+            return learn_named(source, table, partial=group.size > 1)
+        return learn_module(source, table, partial=group.size > 1)
+    except Exception as error:
+        if group.size == 1:
+            raise
+        return error if isinstance(error, WeightSyncError) else LayoutError("cannot learn", found=repr(error))
 
 
 def _joint_table(
     source: torch.nn.Module | Mapping[str, torch.Tensor], base: Sequence[TensorSpec], group: Group, cast: bool
 ) -> tuple[TensorSpec, ...]:
     """The union of what the ranks offer, with the dtypes in which it is served."""
-    tensors = source if isinstance(source, Mapping) else source.state_dict(keep_vars=True)
+    data = together(group, lambda: _offered(source, base, cast), _union)
+    return tuple(
+        TensorSpec.from_proto(entry.spec) for entry in manifest_pb2.ViewManifest.FromString(data).tensors
+    )
+
+
+def _offered(source: torch.nn.Module | Mapping[str, torch.Tensor], base: Sequence[TensorSpec], cast: bool) -> bytes:
     known = {spec.name: spec for spec in base}
     mine = manifest_pb2.ViewManifest()
     seen: set[object] = set()
-    for name, tensor in tensors.items():
+    for name, tensor in _tensors_of(source).items():
         # a model's tied weights are one tensor; named tensors are what the caller says they are
         tied = (local_tensor(tensor).data_ptr(), tuple(tensor.shape))
         if not isinstance(source, Mapping) and tensor.numel() and tied in seen:
@@ -172,12 +206,7 @@ def _joint_table(
             shape = (*shape[:-1], shape[-1] * (8 // dtype_of(dtype).bits))
         code_bits = before.code_bits if before is not None and before.dtype == dtype else 0
         mine.tensors.add(spec=TensorSpec(name, dtype, shape, code_bits).to_proto())
-    parts = group.gather(mine.SerializeToString())
-    verdict = group.broadcast(_union(parts) if group.rank == 0 else None)
-    if verdict[:1] == b"!":
-        raise TensorError(verdict[1:].decode(), do="offer each tensor with one dtype and shape on all ranks")
-    joint = manifest_pb2.ViewManifest.FromString(verdict)
-    return tuple(TensorSpec.from_proto(entry.spec) for entry in joint.tensors)
+    return mine.SerializeToString()
 
 
 def _union(parts: Sequence[bytes]) -> bytes:
@@ -186,11 +215,17 @@ def _union(parts: Sequence[bytes]) -> bytes:
         for entry in manifest_pb2.ViewManifest.FromString(part).tensors:
             other = found.setdefault(entry.spec.name, entry.spec)
             if other != entry.spec:
-                return f"!ranks offer {entry.spec.name!r} as different tensors".encode("utf-8", "replace")
+                raise TensorError("ranks offer different tensors of one name", field=entry.spec.name,
+                                  found=_spelled(entry.spec), expected=_spelled(other),
+                                  do="offer each tensor with one dtype and shape on all ranks")  # fmt: skip
     table = sorted_table(TensorSpec.from_proto(spec) for spec in found.values())
     return manifest_pb2.ViewManifest(
         tensors=[manifest_pb2.TensorEntry(spec=spec.to_proto()) for spec in table]
     ).SerializeToString()
+
+
+def _spelled(spec: common_pb2.TensorSpec) -> str:
+    return f"{spec.dtype} {list(spec.shape)}"
 
 
 def read_bits(piece: ServedPiece, storage: torch.Tensor, start: int, stop: int) -> npt.NDArray[Any]:

@@ -1,7 +1,4 @@
-"""What the tests of the mirror and of the checkpoint engine share: versions, comparisons, an engine behind HTTP.
-
-Run as a program it is a follower that can be killed: ``mirror_cases.py URI PATH OPTIONS_JSON``.
-"""
+"""What the tests of the mirror and of the checkpoint engine share: versions, comparisons, an engine behind HTTP."""
 
 from __future__ import annotations
 
@@ -187,14 +184,17 @@ class ServedEngine:
         self._server.server_close()
 
 
+_FOLLOWER = """
+import json, sys
+from weight_sync.adapters.engines.checkpoint import CheckpointEngine
+from weight_sync.replica import Replica
+Replica.open(sys.argv[1], CheckpointEngine(sys.argv[2], **json.loads(sys.argv[3])), threads=1, timeout_s=30.0).sync()
+"""
+
+
 def follow_until_killed(uri: Path, path: Path, crash_at: str, options: Mapping[str, Any] | None = None) -> None:
     """A follower in a process of its own syncs once and must die by SIGKILL at the step."""
-    arguments = [str(uri), str(path), json.dumps(dict(options or {}))]
+    command = [sys.executable, "-c", _FOLLOWER, str(uri), str(path), json.dumps(dict(options or {}))]
     environment = {**os.environ, "WEIGHT_SYNC_CRASH_AT": crash_at}
-    worker = subprocess.run([sys.executable, __file__, *arguments], env=environment, timeout=120, check=False)
+    worker = subprocess.run(command, env=environment, timeout=120, check=False)
     assert worker.returncode == -signal.SIGKILL
-
-
-if __name__ == "__main__":
-    replica = follower(sys.argv[1], CheckpointEngine(sys.argv[2], **json.loads(sys.argv[3])))
-    print(replica.sync().version)

@@ -88,7 +88,7 @@ def answered(engine: TransformersEngine, timeout: float) -> bool:
         return False
 
 
-# --- the port ----------------------------------------------------------------------------------------------------------
+# --- the port -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("claim", engine_claims())
@@ -143,7 +143,7 @@ def test_an_engine_that_restarts_recognises_its_version(checkpoints: dict[str, P
     assert (report.version, report.previous, report.pause_s) == (version, None, 0.0)
 
 
-# --- what cannot be served ---------------------------------------------------------------------------------------------
+# --- what cannot be served ------------------------------------------------------------------------------------------
 
 
 def test_a_model_of_another_checkpoint_is_refused(checkpoints: dict[str, Path]) -> None:
@@ -200,7 +200,7 @@ def test_weights_that_move_between_stage_and_commit_are_noticed(checkpoints: dic
     assert engine.commit() == digest
 
 
-# --- tied tensors that the checkpoint lists twice ----------------------------------------------------------------------
+# --- tied tensors that the checkpoint lists twice -------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +256,7 @@ def test_a_commit_that_fails_half_way_leaves_the_old_bits_and_serves_on(listed_t
     assert engine.generate([[1, 2, 3]], max_new_tokens=4, temperature=0) == answer
 
 
-# --- answers across a fence --------------------------------------------------------------------------------------------
+# --- answers across a fence -----------------------------------------------------------------------------------------
 
 
 class AtStep:
@@ -381,7 +381,7 @@ def test_logprobs_are_those_of_the_model(checkpoints: dict[str, Path]) -> None:
         assert torch.allclose(torch.tensor(answer.logprobs), wanted, atol=1e-5)
 
 
-# --- memories and routes -----------------------------------------------------------------------------------------------
+# --- memories and routes --------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -397,6 +397,7 @@ def nested_boxes(draw: st.DrawFn) -> Box:
 
 
 @given(nested_boxes())
+@settings(deadline=None)
 def test_positions_are_the_inverse_of_indices(box: Box) -> None:
     everywhere = np.arange(box.last + 5, dtype=np.int64)
     inside, positions = positions_in(box, everywhere)
@@ -405,7 +406,7 @@ def test_positions_are_the_inverse_of_indices(box: Box) -> None:
 
 
 @given(st.data(), st.sampled_from(["BF16", "F32", "U8", "I64"]))
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_device_memory_does_what_host_memory_does(data: st.DataObject, dtype: str) -> None:
     place = data.draw(nested_boxes())
     spec = TensorSpec("t", dtype, (place.count,))
@@ -439,6 +440,7 @@ def _row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @given(nested_boxes(), st.data())
+@settings(deadline=None)
 def test_cut_parts_hold_what_the_whole_holds_there(outer: Box, data: st.DataObject) -> None:
     spec = TensorSpec("t", "U8", (outer.last + 1,))
     bits = np.arange(outer.count, dtype=np.uint8)

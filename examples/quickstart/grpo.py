@@ -1,28 +1,30 @@
 """Group relative policy optimisation in plain PyTorch: fp32 masters, Adam, a clipped token-level loss.
 
-Owns the trainer's state (masters, moments, step) and its file. Owns no rollouts and no publishing.
+Owns the trainer's state and its file. Owns no rollouts and no publishing.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-CLIP = 0.2
-WARM_UP = 3
+CLIP = 0.2  # of the importance ratio
+WARM_UP = 3  # steps
+ROWS = 8  # samples in one forward pass
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer: token ids, the logprobs with which they were sampled, its prompt group and its reward."""
+    """One answer: token ids, the logprobs with which they were sampled, its prompt's group, its reward."""
 
     prompt: list[int]
     output: list[int]
@@ -31,88 +33,113 @@ class Sample:
     reward: float
 
 
+class Trainer:
+    """A model whose parameters always hold what engines serve: the fp32 masters, rounded to the served dtype.
+
+    Attributes:
+        step: optimizer steps taken.
+    """
+
+    def __init__(self, model: Any, served: torch.dtype, lr: float, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model, self.served, self.lr, self.step = model, served, lr, 0
+        self.parameters = dict(model.named_parameters())
+        self.masters = {name: spread(p.detach().float(), served) for name, p in self.parameters.items()}
+        self.optimizer = torch.optim.Adam(self.masters.values(), lr=lr, fused=True)
+
+    def train(self, samples: Sequence[Sample]) -> None:
+        """One optimizer step on one batch."""
+        gains = advantages(samples)
+        tokens = sum(len(sample.output) for sample in samples)
+        order = sorted(range(len(samples)), key=lambda i: len(samples[i].prompt) + len(samples[i].output))
+        for start in range(0, len(order), ROWS):  # samples of like length together: less padding
+            rows = order[start : start + ROWS]
+            surrogate = clipped_surrogate(self.model, [samples[i] for i in rows], [gains[i] for i in rows])
+            (-surrogate / tokens).backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
+        self.step += 1
+        self.optimizer.param_groups[0]["lr"] = self.lr * min(1.0, self.step / WARM_UP)
+        for name, parameter in self.parameters.items():
+            assert parameter.grad is not None
+            self.masters[name].grad, parameter.grad = parameter.grad.float(), None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._round()
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.masters[name].to(self.served))
+
+    def save(self, path: Path) -> None:
+        """Masters, moments and step as one safetensors file, which appears complete or not at all."""
+        tensors = {}
+        for name, master in self.masters.items():
+            state = self.optimizer.state[master]
+            tensors |= {f"master.{name}": master, f"mean.{name}": state["exp_avg"], f"var.{name}": state["exp_avg_sq"]}
+        fresh = path.with_suffix(".new")
+        save_file(tensors, fresh, metadata={"step": str(self.step)})
+        os.replace(fresh, path)
+
+    def load(self, path: Path) -> None:
+        """Goes on from where `save` was called."""
+        with safe_open(path, "pt") as file:
+            self.step = int(file.metadata()["step"])
+            for name, master in self.masters.items():
+                master.copy_(file.get_tensor(f"master.{name}"))
+                self.optimizer.state[master] = {
+                    "step": torch.tensor(float(self.step)),
+                    "exp_avg": file.get_tensor(f"mean.{name}"),
+                    "exp_avg_sq": file.get_tensor(f"var.{name}"),
+                }
+        self._round()
+
+
 def advantages(samples: Sequence[Sample]) -> list[float]:
-    """Reward minus the group's mean, over the group's standard deviation."""
-    groups: dict[str, list[float]] = {}
+    """Reward minus the mean of its group, over the group's standard deviation."""
+    groups = defaultdict(list)
     for sample in samples:
-        groups.setdefault(sample.group, []).append(sample.reward)
-    result = []
-    for sample in samples:
-        rewards = torch.tensor(groups[sample.group])
-        result.append(float((sample.reward - rewards.mean()) / (rewards.std(unbiased=False) + 1e-4)))
-    return result
+        groups[sample.group].append(sample.reward)
+    moments = {key: torch.tensor(rewards) for key, rewards in groups.items()}
+    return [
+        float((s.reward - moments[s.group].mean()) / (moments[s.group].std(unbiased=False) + 1e-4)) for s in samples
+    ]
 
 
-def loss(model: nn.Module, samples: Sequence[Sample], weights: Sequence[float], tokens: int) -> Tensor:
-    """The clipped surrogate, summed over the samples' output tokens and divided by ``tokens``.
+def clipped_surrogate(model: Any, samples: Sequence[Sample], gains: Sequence[float]) -> Tensor:
+    """Sum over all output tokens of the clipped importance ratio times the sample's advantage.
 
-    The importance ratio is against the logprobs of the version that sampled each token, so stale samples are corrected.
+    The ratio is against the logprobs that came with the tokens, whichever version sampled them: that is what corrects
+    for staleness.
     """
     longest = max(len(s.output) for s in samples)
-    width = max(len(s.prompt) for s in samples) + longest
-    ids = torch.zeros(len(samples), width, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    old = torch.zeros(len(samples), longest)
-    used = torch.zeros(len(samples), longest)
-    for row, s in enumerate(samples):  # prompts end, and outputs begin, in the same column
-        first = width - longest - len(s.prompt)
-        both = torch.tensor(s.prompt + s.output)
-        ids[row, first : first + len(both)] = both
-        mask[row, first : first + len(both)] = 1
-        old[row, : len(s.output)] = torch.tensor(s.logprobs)
-        used[row, : len(s.output)] = 1
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    width = longest + max(len(s.prompt) for s in samples)
+    ids, mask = torch.zeros(len(samples), width, dtype=torch.long), torch.zeros(len(samples), width, dtype=torch.long)
+    old, used = torch.zeros(len(samples), longest), torch.zeros(len(samples), longest)
+    for row, s in enumerate(samples):  # all outputs begin in the same column
+        first, last = width - longest - len(s.prompt), width - longest + len(s.output)
+        ids[row, first:last], mask[row, first:last] = torch.tensor(s.prompt + s.output), 1
+        old[row, : len(s.output)], used[row, : len(s.output)] = torch.tensor(s.logprobs), 1
     logits = model(
-        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=longest + 1
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
+        use_cache=False,
+        logits_to_keep=longest + 1,
     ).logits[:, :-1]
-    target = ids[:, -longest:, None]
-    new = torch.log_softmax(logits.float(), dim=-1).gather(-1, target)[..., 0]
-    ratio = torch.exp(new - old)
-    gain = torch.tensor(weights)[:, None]
-    surrogate = torch.minimum(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain)
-    return -(surrogate * used).sum() / tokens
+    new = torch.log_softmax(logits.float(), dim=-1).gather(-1, ids[:, -longest:, None])[..., 0]
+    ratio, gain = torch.exp(new - old), torch.tensor(gains)[:, None]
+    return (torch.minimum(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain) * used).sum()
 
 
-class Masters:
-    """fp32 masters of a model's bf16 weights, with Adam; the model's parameters always hold the rounded bf16 values."""
+def spread(weights: Tensor, served: torch.dtype) -> Tensor:
+    """fp32 masters of weights that were rounded to ``served``: anywhere within half a unit in the last place.
 
-    def __init__(self, model: nn.Module, lr: float) -> None:
-        self.model, self.lr, self.step = model, lr, 0
-        self.parameters = dict(model.named_parameters())
-        self.values = {name: spread(p.detach()) for name, p in self.parameters.items()}
-        self.first = {name: torch.zeros_like(v) for name, v in self.values.items()}
-        self.second = {name: torch.zeros_like(v) for name, v in self.values.items()}
-
-    def served(self) -> Iterator[tuple[str, Tensor]]:
-        """What engines serve: the masters, rounded to bf16."""
-        for name, value in self.values.items():
-            yield name, value.bfloat16()
-
-    def update(self) -> None:
-        """One Adam step from the parameters' gradients (clipped to norm 1), then rounds the masters into the model."""
-        self.step += 1
-        nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
-        rate = self.lr * min(1.0, self.step / WARM_UP)
-        for name, parameter in self.parameters.items():
-            grad = parameter.grad
-            assert grad is not None
-            grad = grad.float()
-            first = self.first[name].lerp_(grad, 0.1)
-            second = self.second[name].lerp_(grad.square(), 0.001)
-            scale = (second / (1 - 0.999**self.step)).sqrt_().add_(1e-8)
-            self.values[name].addcdiv_(first, scale, value=-rate / (1 - 0.9**self.step))
-            with torch.no_grad():
-                parameter.copy_(self.values[name].bfloat16())
-            parameter.grad = None
-
-
-def spread(weights: Tensor) -> Tensor:
-    """fp32 masters for bf16 weights: uniform within half a unit in the last place of each.
-
-    Masters of a run in progress lie anywhere between two bf16 numbers. Those of a fresh checkpoint would start exactly
-    on one, and fewer weights would change in the first tens of steps than in the rest of a run.
+    The masters of a run in progress lie anywhere between two numbers of the served dtype. Those of a fresh checkpoint
+    would all start exactly on one, and far fewer weights would change than in the rest of a run.
     """
-    _, exponent = torch.frexp(weights.float())
-    half = torch.ldexp(torch.ones((), dtype=torch.float32), exponent - 9)  # bf16 keeps 8 bits: the ulp is 2^(e - 8)
-    spreaded = weights.float() + half * (torch.rand(weights.shape) * 2 - 1) * 0.999
-    return torch.where(spreaded.bfloat16() == weights.bfloat16(), spreaded, weights.float())
+    if served is torch.float32:
+        return weights.clone()
+    half = torch.finfo(served).eps / 4 * torch.exp2(torch.frexp(weights).exponent.float())  # of the ulp
+    moved = weights + half * (2 * torch.rand_like(weights) - 1)
+    return torch.where(moved.to(served) == weights.to(served), moved, weights)

@@ -168,10 +168,8 @@ def plot_density(rows: Sequence[DensityRow], path: Path) -> None:
         middle.plot(at, [getattr(row, f"{key}_bits") or np.nan for row in rows], style, label=label)
         middle.plot(at, [getattr(row, f"{key}_bound_bits") for row in rows], ":", color="gray")
     middle.set(xlabel="step", ylabel="bits per changed element", ylim=(0, None), title="size (dotted: entropy)")
-    weights = np.array([row.changed for row in rows], float)
-    shares = [
-        np.average([row.ulp[name] for row in rows], weights=weights if weights.any() else None) for name in first.ulp
-    ]
+    changed = max(1, sum(row.changed for row in rows))
+    shares = [sum(row.ulp[name] * row.changed for row in rows) / changed for name in first.ulp]
     bars = right.bar(list(first.ulp), 100 * np.array(shares))
     right.bar_label(bars, fmt="%.2g", fontsize=8)
     right.set(xlabel="distance, ulp (up to and with)", ylabel="changes, %", yscale="log", title="steps")

@@ -44,7 +44,8 @@ def bound_bits(trace: Trace, encoding: str) -> float:
 
 
 def _class_of(bits: npt.NDArray[Any], shift: int, mask: int) -> npt.NDArray[np.int64]:
-    return ((bits >> bits.dtype.type(shift)) & bits.dtype.type(mask)).astype(np.int64)
+    classes: npt.NDArray[np.int64] = ((bits >> bits.dtype.type(shift)) & bits.dtype.type(mask)).astype(np.int64)
+    return classes
 
 
 def _count_classes(bits: npt.NDArray[Any], shift: int, mask: int) -> npt.NDArray[np.int64]:

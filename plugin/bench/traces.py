@@ -253,4 +253,5 @@ def _first(path: Path, runs: dict[str, dict[str, _Planes]], run: str, name: str)
     bases: Sequence[_Planes] = [tensors[name] for tensors in runs.values() if "v0" in tensors.get(name, {})]
     if len(bases) != 1:
         raise InputError("trace has no first version", field=f"{run}|{name}", found=str(path), expected="one v0")
-    return bases[0]["v0"] ^ _plane(path, planes, "v0xor")
+    first: npt.NDArray[Any] = bases[0]["v0"] ^ _plane(path, planes, "v0xor")
+    return first

@@ -55,14 +55,10 @@ def load_model(path: Path) -> tuple[nn.Module, Exercises]:
     """
     transformers = _transformers()
     if not (path / "config.json").is_file():
-        raise InputError(
-            "not a checkpoint folder of transformers", field="model", found=str(path), expected="config.json"
-        )
+        raise InputError("not a checkpoint folder", field="model", found=str(path), expected="config.json in it")
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     if getattr(model.config, "quantization_config", None) is not None:
-        raise InputError(
-            "checkpoint is quantised", field="model", found=str(path), do="name one with bf16 or fp32 weights"
-        )
+        raise InputError("checkpoint is quantised", field="model", found=str(path), do="name one with plain weights")
     return model.float(), Sums(transformers.AutoTokenizer.from_pretrained(path))
 
 
@@ -84,9 +80,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise InputError(
-            "bench density trains a model of transformers",
-            field="transformers",
-            do="pip install 'weight-sync[quickstart]'",
+            "bench density needs transformers", field="transformers", do="pip install 'weight-sync[quickstart]'"
         ) from error
     return transformers
 
@@ -112,7 +106,7 @@ class Trainer:
     """
 
     def __init__(
-        self, model: nn.Module, exercises: Exercises, optimizer: str, objective: str, lr: float, seed: int
+        self, model: nn.Module, exercises: Exercises, optimizer: str, objective: str, lr: float, seed: int = 0
     ) -> None:
         for field, found, known in (("optimizer", optimizer, OPTIMIZERS), ("objective", objective, OBJECTIVES)):
             if found not in known:
@@ -244,7 +238,8 @@ def _loss(model: nn.Module, rows: Sequence[_Row], tokens: int) -> Tensor:
         weights[k, : len(output)] = weight
     places = (mask.cumsum(-1) - 1).clamp(min=0)
     out = model(input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False, logits_to_keep=longest + 1)
-    likely = torch.log_softmax(out.logits[:, :-1].float(), dim=-1).gather(-1, ids[:, -longest:, None])[..., 0]
+    logits: Tensor = out.logits[:, :-1].float()
+    likely = torch.log_softmax(logits, dim=-1).gather(-1, ids[:, -longest:, None])[..., 0]
     return -(likely * weights).sum() / tokens
 
 

@@ -41,7 +41,7 @@ def diff(
 ) -> None:
     """Compares two checkpoints bit by bit: density, steps in ulp, sign flips, zeros that changed sign, NaN.
 
-    A step is the signed distance on the dtype's ordered line, so 1 is one ulp. Kinds are names with the numbers of
+    A step is the distance on the dtype's ordered line, so 1 is one ulp. Kinds are names with the numbers of
     layers and experts replaced by *. Exits with 0 whether they differ or not; `equal` tells.
 
         weight-sync diff ckpt-100 ckpt-200

@@ -50,7 +50,7 @@ def _shard(path: Path, common: Common) -> dict[str, Any]:
     from weight_sync.codec.shard import parse_head
     from weight_sync.proto.v1 import common_pb2
 
-    data = memoryview(np.memmap(path, np.uint8, "r"))
+    data = np.memmap(path, np.uint8, "r").data
     head = parse_head(data, len(data))
     wanted = [frame.blake3 for frame in head.index.frames] + [piece.blake3 for piece in head.index.pieces]
     spans = [*head.frame_spans, *head.piece_spans]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weight_sync.cli.options import Common, Uri, reader
-from weight_sync.cli.output import Output, share, size
+from weight_sync.cli.output import Column, Output, share, size
 from weight_sync.errors import VersionMissingError
 
 if TYPE_CHECKING:
@@ -103,8 +103,10 @@ def _show(out: Output, document: dict[str, Any]) -> None:
     for row in document.get("entries", ()):
         cells = [str(row["number"]), "", str(row["epoch"]), row["kind"], "", _when(row["created_unix_ms"])]
         rows.append((row["number"], [*cells, "", "", row["reason"]]))
-    columns = [("number", "right"), ("step", "right"), ("epoch", "right"), "kind", ("parent", "right"), "written (UTC)",
-               ("stored", "right"), ("density", "right"), "digest"]  # fmt: skip
+    columns: list[Column] = [
+        ("number", "right"), ("step", "right"), ("epoch", "right"), "kind", ("parent", "right"), "written (UTC)",
+        ("stored", "right"), ("density", "right"), "digest",
+    ]  # fmt: skip
     out.text(f"run {document['run_id']}")
     out.table(columns, [cells for _, cells in sorted(rows)])
 

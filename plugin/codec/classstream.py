@@ -103,7 +103,7 @@ def decode_classes(
         if stream.count != count:
             raise FormatError("stream of classes has another count", field=what, found=stream.count, expected=count)
         symbols = intstream.unpack_symbols(stream, cursor.take(stream.symbols_size), what)
-        low = intstream.low_words(cursor.take(stream.bits_size))
+        low = intstream.spare_bytes(cursor.take(stream.bits_size))
         at = bit = 0
         for i in members:
             some = symbols[at : at + counts[i]]

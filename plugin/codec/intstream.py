@@ -25,7 +25,7 @@ import pcodec
 import zstandard
 from numba import intp, uint64
 
-from weight_sync.codec.machine import kernel
+from weight_sync.codec.machine import kernel, load64
 from weight_sync.errors import FormatError
 from weight_sync.proto.v1 import shard_pb2
 
@@ -36,7 +36,7 @@ __all__ = [
     "decompress",
     "encode",
     "join_run",
-    "low_words",
+    "spare_bytes",
     "pack_symbols",
     "room_for",
     "split_bits",
@@ -102,45 +102,50 @@ def choose_low_bits(values: npt.NDArray[Any]) -> int:
     """Raw bits that leave a median high part of 8 to 15, where Huffman's loss is small and symbols are few."""
     if not len(values):
         return 0
+    sample = values[:: max(1, len(values) // 4096)]  # a median needs no more
     lengths = np.zeros(65, np.int64)
-    _bit_lengths(values, lengths)
-    median = int(np.searchsorted(np.cumsum(lengths), (len(values) + 1) // 2))
+    _bit_lengths(sample, lengths)
+    median = int(np.searchsorted(np.cumsum(lengths), (len(sample) + 1) // 2))
     return min(56, max(0, median - 2))
 
 
 @kernel
-def _put(low: Any, at: Any, value: Any, count: Any) -> Any:
-    if count == uint64(0):
-        return at
-    word = at >> uint64(6)
-    shift = at & uint64(63)
-    low[word] |= value << shift
-    if shift + count > uint64(64):
-        low[word + uint64(1)] |= value >> (uint64(64) - shift)
-    return at + count
+def _push(low: Any, word: Any, acc: Any, fill: Any, value: Any, count: Any) -> Any:
+    """``count`` bits into an accumulator of 64 that is written when it is full; returns (word, acc, fill)."""
+    acc |= value << fill
+    fill += count
+    if fill >= uint64(64):
+        low[word] = acc
+        word += uint64(1)
+        fill -= uint64(64)
+        acc = value >> (count - fill) if fill != uint64(0) else uint64(0)
+    return word, acc, fill
 
 
 @kernel
-def _get(low: Any, at: Any, count: Any) -> Any:
-    """``count`` <= 63 bits. The caller owns the bounds."""
-    word = at >> uint64(6)
-    shift = at & uint64(63)
-    v = low[word] >> shift
-    if shift + count > uint64(64):
-        v |= low[word + uint64(1)] << (uint64(64) - shift)
+def _get(data: Any, at: Any, count: Any) -> Any:
+    """``count`` <= 62 bits from bit ``at`` of bytes with eight spare ones. The caller owns the bounds."""
+    byte = at >> uint64(3)
+    shift = at & uint64(7)
+    v = load64(data, byte) >> shift
+    if count > uint64(56):
+        v |= uint64(data[byte + uint64(8)]) << (uint64(64) - shift) if shift != uint64(0) else uint64(0)
     return v & ((uint64(1) << count) - uint64(1))
 
 
 @kernel
 def split_bits(values: Any, low_bits: Any, symbols: Any, low: Any, bit: Any) -> Any:
-    """Writes symbols and, from bit ``bit`` of ``low`` (zeroed uint64) on, the bits; returns the next free bit."""
+    """Writes symbols and, from bit ``bit`` of ``low`` (uint64) on, the bits; returns the next free bit."""
     k = uint64(low_bits)
     mask = (uint64(1) << k) - uint64(1)
-    at = uint64(bit)
+    word = uint64(bit) >> uint64(6)
+    fill = uint64(bit) & uint64(63)
+    acc = low[word] & ((uint64(1) << fill) - uint64(1))
     for i in range(len(values)):
         v = uint64(values[i])
         h = v >> k
-        at = _put(low, at, v & mask, k)
+        if k != uint64(0):
+            word, acc, fill = _push(low, word, acc, fill, v & mask, k)
         if h < uint64(128):
             symbols[i] = h
             continue
@@ -149,8 +154,9 @@ def split_bits(values: Any, low_bits: Any, symbols: Any, low: Any, bit: Any) -> 
             n += uint64(1)
         rest = n - uint64(2)
         symbols[i] = uint64(128) + ((n - uint64(8)) << uint64(1)) + ((h >> rest) & uint64(1))
-        at = _put(low, at, h & ((uint64(1) << rest) - uint64(1)), rest)
-    return at
+        word, acc, fill = _push(low, word, acc, fill, h & ((uint64(1) << rest) - uint64(1)), rest)
+    low[word] = acc
+    return word * uint64(64) + fill
 
 
 @kernel
@@ -264,12 +270,12 @@ def decode(stream: shard_pb2.IntStream, data: memoryview, dtype: Any, what: str)
     """The list, (count,) of ``dtype``. The caller has bounded ``count``. Raises FormatError on any mismatch."""
     symbols = unpack_symbols(stream, data[: stream.symbols_size], what)
     out = np.empty(stream.count, dtype)
-    join_run(symbols, low_words(data[stream.symbols_size :]), 0, 8 * stream.bits_size, stream.low_bits, out, what)
+    join_run(symbols, spare_bytes(data[stream.symbols_size :]), 0, 8 * stream.bits_size, stream.low_bits, out, what)
     return out
 
 
 def join_run(
-    symbols: npt.NDArray[np.uint8], low: npt.NDArray[np.uint64], bit: int, end: int, low_bits: int,
+    symbols: npt.NDArray[np.uint8], low: npt.NDArray[np.uint8], bit: int, end: int, low_bits: int,
     out: npt.NDArray[Any], what: str,
 ) -> int:  # fmt: skip
     """`join_bits` for untrusted input. Raises FormatError."""
@@ -281,8 +287,8 @@ def join_run(
     return after
 
 
-def low_words(data: memoryview) -> npt.NDArray[np.uint64]:
-    """Packed bits as whole words with spare ones."""
-    words = np.zeros(len(data) // 8 + 2, np.uint64)
-    words.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
-    return words
+def spare_bytes(data: memoryview) -> npt.NDArray[np.uint8]:
+    """Packed bits with spare bytes after them, so that whole words may be read anywhere."""
+    out = np.zeros(len(data) + 16, np.uint8)
+    out[: len(data)] = np.frombuffer(data, np.uint8)
+    return out

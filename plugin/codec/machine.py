@@ -1,6 +1,6 @@
 """The few machine instructions that Numba does not offer, and how kernels are compiled.
 
-Owns `kernel` (one way to compile), count-trailing-zeros and the 64-wide comparison mask. Owns no format.
+Owns `kernel` (one way to compile), count-trailing-zeros, unaligned loads and the 64-wide comparison mask. Owns no format.
 
 Kernels release the GIL and never use Numba's own threads: a process that forks after those have started dies. The
 vector types below are plain LLVM IR, so they run on any target; on AVX2 and AVX-512 a mask costs a few instructions
@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = ["ctz", "kernel", "neq_mask64"]
+__all__ = ["ctz", "kernel", "load64", "neq_mask64"]
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,5 +54,20 @@ def _neq_mask64(typing_context: Any, a: Any, b: Any, start: Any) -> Any:
     return types.uint64(a, b, types.intp), generate
 
 
+@intrinsic
+def _load64(typing_context: Any, data: Any, at: Any) -> Any:
+    """The eight bytes from ``data[at]`` (uint8) on as a little-endian uint64, whatever their alignment. The caller owns
+    the bounds.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        pointer = builder.bitcast(builder.gep(array.data, [args[1]]), ir.IntType(64).as_pointer())
+        return builder.load(pointer, align=1)
+
+    return types.uint64(data, types.uint64), generate
+
+
+load64: Any = _load64
 ctz: Any = _ctz  # what kernels call has another signature than what generates it
 neq_mask64: Any = _neq_mask64

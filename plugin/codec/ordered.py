@@ -17,7 +17,7 @@ from numba import uint64
 from weight_sync.codec.machine import kernel
 from weight_sync.dtypes import DType
 
-__all__ = ["add_steps", "flip_of", "step_back", "step_between", "step_to", "steps_between"]
+__all__ = ["add_steps", "flip_of", "step_between", "step_to", "steps_between"]
 
 
 def flip_of(dtype: DType) -> np.uint64:
@@ -26,33 +26,22 @@ def flip_of(dtype: DType) -> np.uint64:
 
 
 @kernel
+def folded(code: Any, flip: Any) -> Any:
+    """Code to ordered line and back; without a branch, for signs of weights are unpredictable."""
+    x = uint64(code)
+    return x ^ (flip & (uint64(0) - uint64(x > flip)))
+
+
+@kernel
 def step_between(old: Any, new: Any, flip: Any) -> Any:
     """Distance from old to new, to be cut to the element's width by the caller's array."""
-    a = uint64(old)
-    b = uint64(new)
-    if a > flip:
-        a ^= flip
-    if b > flip:
-        b ^= flip
-    return b - a
+    return folded(new, flip) - folded(old, flip)
 
 
 @kernel
 def step_to(old: Any, step: Any, flip: Any, low: Any) -> Any:
     """The code ``step`` away from ``old``; ``low`` is the mask of the element's width."""
-    a = uint64(old)
-    if a > flip:
-        a ^= flip
-    a = (a + uint64(step)) & low
-    if a > flip:
-        a ^= flip
-    return a
-
-
-@kernel
-def step_back(new: Any, step: Any, flip: Any, low: Any) -> Any:
-    """The code from which ``step`` led to ``new``."""
-    return step_to(new, uint64(0) - uint64(step), flip, low)
+    return folded((folded(old, flip) + uint64(step)) & low, flip)
 
 
 def steps_between(old: npt.NDArray[Any], new: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:

@@ -99,8 +99,8 @@ def _apply_large(gaps: Any, sizes: Any, half: Any, out: Any) -> Any:
 def put_signs(values: Any, sizes: Any) -> None:
     """Negates the sizes whose value is odd, modulo the width."""
     for i in range(len(values)):
-        if uint64(values[i]) & uint64(1):
-            sizes[i] = uint64(0) - uint64(sizes[i])
+        minus = uint64(0) - (uint64(values[i]) & uint64(1))  # no branch: signs are unpredictable
+        sizes[i] = (uint64(sizes[i]) ^ minus) - minus
 
 
 def encode_large(frame: shard_pb2.Frame, steps: npt.NDArray[Any], dtype: DType) -> list[bytes]:

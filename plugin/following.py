@@ -1,0 +1,86 @@
+"""The decisions of a replica: which version next, whether an engine fits a run, what an engine holds, what may pass.
+
+Owns them as functions that give a reason and change nothing. Owns no state (replica.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weight_sync.codec.digest import Digest
+from weight_sync.errors import (
+    CorruptionError,
+    DeadlineError,
+    DigestMismatchError,
+    EngineError,
+    EngineInDoubtError,
+    StoreError,
+    VersionError,
+    WeightSyncError,
+)
+from weight_sync.ports import ReplicaEnd
+from weight_sync.proto.v1 import manifest_pb2
+from weight_sync.tensors import TensorSpec
+
+__all__ = ["choose_target", "may_pass", "recognise", "table_difference"]
+
+_LOOKED_AT = 256  # newest versions that an engine's digest is compared with
+
+
+def choose_target(
+    have: int | None, head: int | None, min_version: int | None, exact: int | None
+) -> tuple[int | None, str]:
+    """The version to serve next and why; None while it is not there yet."""
+    if exact is not None:
+        if head is None or exact > head:
+            return None, f"version {exact} has not been published, the newest is {head}"
+        return exact, f"exactly {exact} was asked for"
+    if head is None:
+        return None, "the run has no version yet"
+    if min_version is not None and head < min_version:
+        return None, f"version {min_version} has not been published, the newest is {head}"
+    if have is not None and have >= head:
+        return have, f"{have} is the newest"
+    return head, f"{head} is the newest"
+
+
+def table_difference(engine: Sequence[TensorSpec], run: Sequence[TensorSpec]) -> list[str]:
+    """How an engine's tensors differ from a run's, a line each; [] when the engine can serve the run."""
+    mine, theirs = {s.name: s for s in engine}, {s.name: s for s in run}
+    lines = [f"the engine lacks {name!r}" for name in sorted(theirs.keys() - mine.keys())]
+    lines += [f"the run lacks {name!r}" for name in sorted(mine.keys() - theirs.keys())]
+    for name in sorted(mine.keys() & theirs.keys()):
+        a, b = mine[name], theirs[name]
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            lines.append(f"{name!r} is {a.dtype} {list(a.shape)} in the engine, {b.dtype} {list(b.shape)} in the run")
+    return lines
+
+
+def recognise(end: ReplicaEnd, view: str, digest: Digest, head: int) -> manifest_pb2.VersionManifest | None:
+    """The version with this digest: the first one, which engines boot from, or one of the newest; None for neither.
+
+    An engine that holds an older one is served from a full state instead, which costs time and nothing else.
+    """
+    wanted = digest.to_proto()
+    for number in (0, *range(head, max(0, head - _LOOKED_AT), -1)):
+        try:
+            manifest = end.manifest(number)
+        except VersionError:
+            continue  # collected, or no version
+        if any(part.name == view and part.digest == wanted for part in manifest.views):
+            return manifest
+    return None
+
+
+def may_pass(error: WeightSyncError, serving: bool, again: bool) -> bool:
+    """Whether to go on after an error: it may be gone at the next try, and trying does no harm.
+
+    Args:
+        serving: whether a version is served.
+        again: whether the try before ended with the same class of error.
+    """
+    if isinstance(error, EngineInDoubtError):
+        return not again  # the next try rebuilds the engine; that must not fail, too
+    if isinstance(error, EngineError):
+        return serving  # else it may never fit the run
+    return isinstance(error, StoreError | VersionError | CorruptionError | DigestMismatchError | DeadlineError)
