@@ -52,7 +52,8 @@ class Checkpoint:
         for file in files:
             for spec, span in _read_header(file):
                 if spec.name in self.files:
-                    raise TensorError("tensor is in two files", field=spec.name, found=[self.files[spec.name].name, file.name],
+                    raise TensorError("tensor is in two files", field=spec.name,
+                                      found=[self.files[spec.name].name, file.name],
                                       do="keep one set of files in the folder")  # fmt: skip
                 specs.append(spec)
                 self.files[spec.name] = file

@@ -127,9 +127,8 @@ class FolderWriter:
     Args:
         folder: exists and is empty.
         table: of the version, sorted by name.
-        old: the folder to start from, written by this class; None when every tensor will come whole.
-        old_digest: of ``old``.
-        known: file names by tensor name when there is no ``old``.
+        start: the folder to start from, written by this class, and its digest; None when every tensor comes whole.
+        known: file names by tensor name, when there is no folder to start from.
         threads: that patch and compute digests.
 
     Attributes:
@@ -137,12 +136,16 @@ class FolderWriter:
     """
 
     def __init__(
-        self, folder: Path, table: Sequence[TensorSpec], old: Checkpoint | None = None, old_digest: Digest | None = None,
-        known: Mapping[str, str] | None = None, threads: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        table: Sequence[TensorSpec],
+        start: tuple[Checkpoint, Digest] | None = None,
+        known: Mapping[str, str] | None = None,
+        threads: int = 1,
+    ) -> None:
         self.folder, self.table, self.threads = folder, table, threads
-        self.digest = old_digest if old_digest is not None else Digest()
-        self._old = old
+        self._old, self.digest = start if start is not None else (None, Digest())
+        old = self._old
         if old is not None:
             known = {name: file.name for name, file in old.files.items()}
         self._files = plan_folder(table, known)
@@ -235,8 +238,8 @@ class FolderWriter:
         """Links what did not change, writes the index and drops the mappings. Raises CorruptionError on holes."""
         holes = [name for name, count in self._missing.items() if count]
         if holes:
-            raise CorruptionError("pieces do not make up their tensor", field=holes[0], found=f"{len(holes)} such tensors",
-                                  do="verify the store")  # fmt: skip
+            raise CorruptionError("pieces do not make up their tensor", field=holes[0],
+                                  found=f"{len(holes)} such tensors", do="verify the store")  # fmt: skip
         for file in self._files:
             if not (self.folder / file).exists():
                 assert self._old is not None

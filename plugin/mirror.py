@@ -156,6 +156,8 @@ def _read_note(folder: Path) -> Kept | None:
     """What the folder says it is; None when it does not say so as we would."""
     try:
         note = json.loads((folder / NOTE).read_text(encoding="utf-8"))
+        if note["format"] != _FORMAT:
+            return None
         digest = Digest(int(note["digest"][:16], 16), int(note["digest"][16:], 16))
         return Kept(folder, check_name("run_id", note["run_id"]), int(note["version"]), str(note["view"]), digest)
     except (OSError, ValueError, LookupError, TypeError):
@@ -165,8 +167,8 @@ def _read_note(folder: Path) -> Kept | None:
 def _write(folder: Path, update: Update, old: Kept | None, config_from: Path | None, threads: int,
            progress: Callable[[int, int], None] | None = None) -> Kept:  # fmt: skip
     """Fills an empty folder with the version that the update leads to, from ``old``'s bits unless it is full."""
-    start = None if old is None else Checkpoint(old.folder)
-    writer = FolderWriter(folder, update.tensors, start, None if old is None else old.digest, _base_files(config_from), threads)
+    start = None if old is None else (Checkpoint(old.folder), old.digest)
+    writer = FolderWriter(folder, update.tensors, start, _base_files(config_from), threads)
     total, done = sum(spec.nbytes for spec in update.tensors), 0
     for piece in update.dense():
         writer.put(piece)
@@ -177,10 +179,9 @@ def _write(folder: Path, update: Update, old: Kept | None, config_from: Path | N
     writer.finish()
     if old is not None:
         link_other_files(old.folder, folder)
-        (folder / NOTE).unlink()
     elif config_from is not None:
         copy_other_files(config_from, folder)
-        (folder / NOTE).unlink(missing_ok=True)  # of a base that is a mirror's folder itself
+    (folder / NOTE).unlink(missing_ok=True)  # what the folder that they came from says about itself
     sync_folder(folder)
     crash_point("mirror:written")
     kept = Kept(folder, update.target.run_id, update.target.number, _view_name(update), writer.digest)
@@ -272,14 +273,15 @@ class Mirror:
             self._house.sweep((self._linked,))
 
     def switch(self) -> Kept:
-        """``path`` names the staged version from now on. Raises StoreError; ``current`` tells which version it names."""
+        """``path`` names the staged version from now on. Raises StoreError; ``current`` tells which one it names."""
         assert self.staged is not None, "nothing is staged"
         return self._point(self.staged, self.current)
 
     def rollback(self) -> Kept:
         """``path`` names the version before again. Raises VersionMissingError when it is gone, StoreError."""
         if self.previous is None:
-            raise VersionMissingError("there is no version to go back to", field=str(self.path), do="start from a full state")
+            raise VersionMissingError("there is no version to go back to", field=str(self.path),
+                                      do="start from a full state")  # fmt: skip
         return self._point(self.previous, None)
 
     def _point(self, kept: Kept, previous: Kept | None) -> Kept:
@@ -312,14 +314,16 @@ class Mirror:
     def __enter__(self) -> Mirror:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
 def materialize(
     history: History, number: int, out: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None
 ) -> Kept:
-    """Writes a version as a plain folder in Hugging Face format, configuration and tokenizer included if the base is here.
+    """Writes a version as a plain folder in Hugging Face format, with the base's other files when the base is here.
 
     Args:
         history: of the view to write.
@@ -339,11 +343,17 @@ def materialize(
         house = _House(path)
         try:
             house.sweep(())
-            kept = _write(house.room(update.target.run_id, number), update, None, config_from, history.threads, progress)
+            room = house.room(update.target.run_id, number)
+            kept = _write(room, update, None, config_from, history.threads, progress)
             found = Checkpoint(kept.folder).digest(history.threads)
             if found != update.digest:
-                raise DigestMismatchError(f"version {number} came out with other bits", field="digest", found=found.hex(),
-                                          expected=update.digest.hex(), do="verify the store")  # fmt: skip
+                raise DigestMismatchError(
+                    f"version {number} came out with other bits",
+                    field="digest",
+                    found=found.hex(),
+                    expected=update.digest.hex(),
+                    do="verify the store",
+                )
             _check_free(path)
             os.rename(kept.folder, path)
             sync_path(path.parent)

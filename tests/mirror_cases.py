@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from weight_sync import config as configuration
 from weight_sync.adapters.engines.checkpoint import CheckpointEngine
 from weight_sync.checkpoint import Checkpoint
+from weight_sync.history import History
 from weight_sync.publisher import Publisher
+from weight_sync.registry import open_transport
 from weight_sync.replica import Replica
 
 State = dict[str, torch.Tensor]
@@ -101,6 +104,22 @@ def publish(uri: Path | str, states: Sequence[State], base: Path | None = None, 
             assert report is not None
             numbers.append(report.version)
     return numbers
+
+
+def lifecycle() -> list[State]:
+    """A model over its life: changes, a tensor that comes, goes and returns, another shape, another dtype."""
+    one = odd_state()
+    two = changed(one, 1)
+    three = changed(two, 2, ["big", "scalar", "a/b"]) | {"added": randoms((5, 5), torch.bfloat16, 9)}
+    four = {name: tensor for name, tensor in changed(three, 3, ["added"]).items() if name != ".."}
+    five = changed(four, 4, ["added"]) | {"big": randoms((100, 7), torch.bfloat16, 10)}
+    six = changed(five, 5) | {"..": randoms((7, 3), torch.bfloat16, 11), "a/b": randoms((7, 3), torch.float32, 12)}
+    return [one, two, three, four, five, six, changed(six, 6, ["scalar"]), changed(six, 7)]
+
+
+def history_of(uri: Path, base: Path | None = None) -> History:
+    config = configuration.load({"uri": str(uri), "timeout_s": 30})
+    return History(open_transport(config).replica_end(), config.view, 1, None if base is None else str(base))
 
 
 def follower(uri: Path | str, engine: CheckpointEngine, **keys: Any) -> Replica:

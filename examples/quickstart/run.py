@@ -59,7 +59,7 @@ class Run:
     def __init__(self, options: argparse.Namespace, base: Path, publisher: weight_sync.Publisher) -> None:
         self.options, self.publisher = options, publisher
         self.state, self.history = options.dir / "trainer.safetensors", options.dir / "steps.jsonl"
-        lr = options.lr or (1e-3 if options.tiny else 6e-6)
+        lr = options.lr or (1e-4 if options.tiny else 6e-6)
         self.trainer = Trainer(load(base), served_dtype(base), lr, options.seed)
         if self.state.exists():
             self.trainer.load(self.state)

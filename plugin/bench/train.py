@@ -10,6 +10,9 @@ warm-up of three steps, gradients clipped to norm 1, no weight decay.
 
 from __future__ import annotations
 
+import contextlib
+import runpy
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,8 +47,17 @@ _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a quintic that takes singular valu
 
 
 def find_model() -> Path:
-    """The quick start's checkpoint. Raises InputError where it was not made yet."""
-    raise InputError("no model is named", field="model", do="name a checkpoint folder with --model")
+    """The quick start's checkpoint; its own code makes it, once. Raises InputError where it cannot be had."""
+    example = Path(__file__).resolve().parents[2] / "examples/quickstart/model.py"
+    if not example.is_file():
+        raise InputError("no model is named", field="model", do="name a checkpoint folder with --model")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what it says is no result
+            found: Path = runpy.run_path(str(example))["find"]()
+    except ImportError as error:
+        do = "run make quickstart first, or name a checkpoint folder with --model"
+        raise InputError("the quick start's model cannot be made", field="model", found=str(error), do=do) from error
+    return found
 
 
 def load_model(path: Path) -> tuple[nn.Module, Exercises]:

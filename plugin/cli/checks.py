@@ -20,7 +20,7 @@ from weight_sync.ports import ReplicaEnd
 from weight_sync.proto.v1 import common_pb2, manifest_pb2
 from weight_sync.tensors import sorted_table
 
-__all__ = ["Fault", "Findings", "check_log", "check_objects", "check_version"]
+__all__ = ["Fault", "Findings", "blame", "check_log", "check_objects", "check_version"]
 
 Manifest = manifest_pb2.VersionManifest
 _SLICE = 8 << 20
@@ -133,13 +133,9 @@ def check_version(history: History, manifest: Manifest, view: manifest_pb2.ViewM
             head = history.head(manifest, ref)
             _equal("view of the shard", head.index.view, view.name)
             heads.setdefault(ref.form, []).append(head)
-        except VersionExpiredError as error:
-            if _collected(history, number):
-                findings.notes.append(f"version {number} was collected meanwhile")
-                return
-            findings.add(number, ref.object, error)
         except WeightSyncError as error:
-            findings.add(number, ref.object, error)
+            if not blame(history.end, findings, number, ref.object, error):
+                return
         findings.objects += 1
         findings.bytes += ref.size
     if not findings.bad(number):
@@ -184,9 +180,20 @@ def _check_counts(
         findings.add(manifest.number, None, error)
 
 
-def _collected(history: History, number: int) -> bool:
+def blame(end: ReplicaEnd, findings: Findings, number: int, object_: str | None, error: WeightSyncError) -> bool:
+    """True for a fault; False, and a note, when a collection took the version away while we were looking."""
+    if isinstance(error, VersionExpiredError) and _collected(end, number):
+        note = f"version {number} was collected meanwhile"
+        if note not in findings.notes:
+            findings.notes.append(note)
+        return False
+    findings.add(number, object_, error)
+    return True
+
+
+def _collected(end: ReplicaEnd, number: int) -> bool:
     try:
-        history.end.manifest(number)
+        end.manifest(number)
     except VersionExpiredError:
         return True
     return False
@@ -212,6 +219,6 @@ def check_objects(
                                       do="restore it from a copy, or publish an anchor")  # fmt: skip
         except WeightSyncError as error:
             if not any(fault.object == ref.object for fault in findings.faults):
-                findings.add(number, ref.object, error)
+                blame(end, findings, number, ref.object, error)
         done += ref.size
         progress(done, total)

@@ -17,7 +17,7 @@ import typer
 from weight_sync.cli.failure import INTERRUPTED
 from weight_sync.cli.options import Common, Uri, history_of, reader
 from weight_sync.cli.output import Output, seconds
-from weight_sync.errors import WeightSyncError
+from weight_sync.errors import VersionNotReadyError, WeightSyncError
 
 if TYPE_CHECKING:
     from weight_sync.config import Config
@@ -66,7 +66,9 @@ def follow(
 def _once(out: Output, config: Config, folder: str, options: dict[str, Any], limit: float) -> None:
     deadline = time.monotonic() + limit
     with reader(config) as end:
-        end.wait(None, limit)  # the first version tells the base
+        if end.wait(None, limit) is None:  # the first version tells the base
+            raise VersionNotReadyError("the store holds no version yet", field="uri", found=config.uri,
+                                       do="start the trainer, or wait longer")  # fmt: skip
         base = history_of(end, config).resolve_base(None)
     with _replica(config, folder, {**options, "base": base}) as replica:
         _tell(out, folder, replica.sync(timeout=max(0.0, deadline - time.monotonic())), replica.run_id)

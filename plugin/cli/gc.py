@@ -56,8 +56,9 @@ def _plan(config: Config) -> dict[str, Any]:
 
     with reader(config) as end:
         run_id = end.run_id()
-        entries = [Entry.of(entry) for entry in end.entries()]
-        sizes = {entry.number: sum(ref.size for view in entry.views for ref in view.shards) for entry in end.entries()}
+        manifests = list(end.entries())
+    entries = [Entry.of(entry) for entry in manifests]
+    sizes = {entry.number: sum(ref.size for view in entry.views for ref in view.shards) for entry in manifests}
     writer = open_transport(config).publisher_end(0, 1)
     try:
         leases = dict(writer.leases())

@@ -131,7 +131,9 @@ class Output:
         columns = (progress.SpinnerColumn(), progress.TextColumn("{task.description}", markup=False),
                    progress.BarColumn(), amount, progress.TimeElapsedColumn())  # fmt: skip
         lock = threading.Lock()
-        with progress.Progress(*columns, console=_console(sys.stderr), transient=True) as bar:
+        shared = sys.stdout.isatty()  # then lines of the answer go above the bar; else they go where stdout goes
+        drawn = progress.Progress(*columns, console=_console(sys.stderr), transient=True, redirect_stdout=shared)
+        with drawn as bar:
             task = bar.add_task(printable(title), total=None)
 
             def update(done: int, total: int) -> None:

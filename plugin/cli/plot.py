@@ -9,6 +9,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weight_sync.cli.output import printable
 from weight_sync.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def draw(found: Comparison, title: str, target: Path) -> None:
     from weight_sync.compare import step_bins
 
     figure = Figure(figsize=(12, 5), layout="constrained")
-    figure.suptitle(title.replace("$", r"\$"))
+    figure.suptitle(_plain(title))
     steps, kinds = figure.subplots(1, 2)
     bins = [(low, high, int(count)) for (low, high), count in zip(step_bins(), found.total.steps, strict=True) if count]
     labels = [str(low) if low == high else f"{low}-{high}" for low, high, _ in bins]
@@ -46,9 +47,14 @@ def draw(found: Comparison, title: str, target: Path) -> None:
               title=f"{found.total.changed} of {found.total.elements} elements changed")  # fmt: skip
     steps.tick_params(axis="x", rotation=60)
     rows = found.kinds()[:_KINDS][::-1]
-    kinds.barh([row.kind.replace("$", r"\$") for row in rows], [100 * row.counts.density for row in rows])
+    kinds.barh([_plain(row.kind) for row in rows], [100 * row.counts.density for row in rows])
     kinds.set(xlabel="changed elements, %", title="density by kind")
     try:
         figure.savefig(target, dpi=150)
     except OSError as error:
         raise InputError("cannot write the picture", field=str(target), found=error.strerror) from error
+
+
+def _plain(text: str) -> str:
+    """Text that is drawn as it is: no formula, no control character."""
+    return printable(text).replace("$", r"\$")

@@ -15,7 +15,7 @@ import typer
 
 from weight_sync.cli.log import version_row
 from weight_sync.cli.options import Common, reader
-from weight_sync.cli.output import Output, seconds, share, size
+from weight_sync.cli.output import Output, printable, seconds, share, size
 from weight_sync.errors import ConfigError, WeightSyncError
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def mapped_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def _publish_one(publisher: Publisher, checkpoint: Checkpoint, step: int | None) -> dict[str, Any]:
-    source = os.fspath(checkpoint.path)
+    source = printable(os.fspath(checkpoint.path))
     report = publisher.publish(mapped_tensors(checkpoint), step, {"checkpoint": source}, cast=False)
     assert report is not None  # nothing overlaps here
     return {
@@ -149,7 +149,7 @@ def _base_row(publisher: Publisher, checkpoint: Checkpoint) -> dict[str, Any]:
     with reader(publisher.config.replace(run_id=publisher.run_id)) as end:
         row = version_row(end.manifest(number), publisher.config.view)
     return {
-        "checkpoint": os.fspath(checkpoint.path),
+        "checkpoint": printable(os.fspath(checkpoint.path)),
         "run_id": publisher.run_id,
         **{key: row[key] for key in ("number", "kind", "step", "elements", "changed", "density", "bytes")},
         "bits_per_changed": 0.0,

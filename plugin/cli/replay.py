@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weight_sync import version as rules
-from weight_sync.cli.checks import Findings, Manifest
+from weight_sync.cli.checks import Findings, Manifest, blame
 from weight_sync.codec.apply import apply_changes, changed_digest
 from weight_sync.codec.digest import Digest, digest_box, digest_tensor, header_digest
 from weight_sync.codec.frame import FrameBox, decode_frame
@@ -107,7 +107,7 @@ def replay(
                 findings.notes.append(f"version {number}: {error}")  # the base is elsewhere; nothing is wrong with it
                 state = None
             except WeightSyncError as error:
-                findings.add(number, None, error)
+                blame(history.end, findings, number, None, error)
                 state = None
             if state is None:
                 skipped.append(number)
