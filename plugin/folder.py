@@ -78,7 +78,7 @@ def clone(source: Path, target: Path) -> None:
         try:
             fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
         except OSError:  # no such call here; the copy below reports what is really wrong
-            shutil.copyfileobj(old, new, 8 << 20)
+            shutil.copyfileobj(old, new, 1 << 20)
             return
         free, size = shutil.disk_usage(target.parent).free, os.fstat(old.fileno()).st_size
     if free < size:  # writing to shared extents takes room
@@ -144,8 +144,8 @@ class FolderWriter:
         threads: int = 1,
     ) -> None:
         self.folder, self.table, self.threads = folder, table, threads
-        self._old, self.digest = start if start is not None else (None, Digest())
-        old = self._old
+        old, self.digest = start if start is not None else (None, Digest())
+        self._old: Checkpoint | None = old
         if old is not None:
             known = {name: file.name for name, file in old.files.items()}
         self._files = plan_folder(table, known)

@@ -20,7 +20,7 @@ ODD = "../../../etc/[red] nämé\n\x1b[2J"
 
 
 def run(*words: str | Path, code: int = 0) -> Any:
-    """Runs a command in this process and checks its exit code; (stdout, stderr)."""
+    """Runs a command in this process and checks its exit code."""
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exit_code == code, (words, result.stdout, result.stderr, result.exception)
     return result

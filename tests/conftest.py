@@ -1,7 +1,8 @@
-"""Fixtures that more than one room needs: a real S3 server process."""
+"""Fixtures that more than one room needs: a real S3 server process, a real small disk."""
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -55,3 +57,19 @@ def s3_uri(s3_server: str) -> tuple[str, dict[str, str]]:
         "secret_access_key": "test",
     }
     return f"s3://{bucket}/some/prefix", options
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of one MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        pytest.skip(f"this machine does not let root mount: {done.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)

@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from weight_sync.config import Config
 from weight_sync.served import bits_of
 from weight_sync.testing import MemoryEngine
 from weight_sync.tensors import TensorSpec
-from weight_sync.testing.memory_engine import _entry_of
 from weight_sync.transport.file import FileReplicaEnd, FileTransport
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -57,13 +57,18 @@ def model(step: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def entries(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[TensorSpec, Any]]:
+    """Specs and bits by name."""
+    return MemoryEngine(tensors).table
+
+
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    return state_digest(_entry_of(name, tensor) for name, tensor in tensors.items()).hex()
+    return state_digest(entries(tensors).values()).hex()
 
 
 def same_bits(engine: MemoryEngine, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether the engine holds exactly these tensors."""
-    expected: dict[str, tuple[TensorSpec, Any]] = {name: _entry_of(name, tensor) for name, tensor in tensors.items()}
+    expected = entries(tensors)
     return engine.table.keys() == expected.keys() and all(
         engine.table[name][0] == spec and np.array_equal(engine.table[name][1], bits)
         for name, (spec, bits) in expected.items()
@@ -106,20 +111,20 @@ def follow_fresh(keys: Config, **engine_keys: Any) -> tuple[MemoryEngine, int]:
 # --- processes ---------------------------------------------------------------------------------------------------------
 
 
-def _warm() -> None:
-    """Compiles and imports what every child needs; the server forks the children with all of it in place."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        keys = config(Path(folder), uri=str(Path(folder) / "snapshot"))
-        table = {name: _entry_of(name, tensor) for name, tensor in model(1).items()}
-        state_digest(table.values())
-        assert keys.threads == 1
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["loop_warm"])
 
 
-if multiprocessing.current_process().name != "MainProcess" or __name__ != "__main__":
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["loop"])
+def _start_server() -> None:
+    """Starts the process that children are forked from; it looks for what it preloads in PYTHONPATH only."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 class Child:
@@ -128,6 +133,7 @@ class Child:
     def __init__(self, folder: Path, target: Callable[..., None], *args: Any, crash_at: str = "") -> None:
         self.said = folder / f"said-{len(list(folder.glob('said-*')))}"
         self.said.touch()
+        _start_server()
         self._process = context.Process(target=_run, args=(target, str(self.said), crash_at, args))
         self._process.start()
 

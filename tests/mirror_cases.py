@@ -133,7 +133,7 @@ class ServedEngine:
     answer without loading.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.refuse: set[int] = set()
         self.lies = False
         self.log: list[str] = []
@@ -164,10 +164,11 @@ class ServedEngine:
             def log_message(self, format: str, *args: Any) -> None:
                 """Nothing: the log is ours."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
         self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
         if path != "/reload":

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -215,10 +216,27 @@ def test_admission_that_could_not_be_opened_is_tried_again(tmp_path: Path, store
     with follower(store, engine) as replica:
         with pytest.raises(EngineError, match="on_resume"):
             replica.sync()
-        assert replica.state == replica_pb2.REPLICA_STATE_FENCED
+        assert replica.state != replica_pb2.REPLICA_STATE_SERVING
         ready.touch()
         assert replica.sync().version == 0
         assert replica.state == replica_pb2.REPLICA_STATE_SERVING
+    engine.close()
+
+
+def test_an_engine_that_starts_later_is_waited_for(tmp_path: Path, store: Path) -> None:
+    (number,) = publish(store, states(1))
+    gone = ServedEngine()
+    gone.close()  # its port is free now, and nobody listens there
+    engine = CheckpointEngine(tmp_path / "out", **gone.options(check_s=30.0))
+    with follower(store, engine) as replica, ThreadPoolExecutor(1) as other:
+        syncing = other.submit(replica.sync)
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "out").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        served = ServedEngine(gone.port)
+        assert syncing.result(60).version == number == served.version
+        served.close()
     engine.close()
 
 

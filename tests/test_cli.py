@@ -107,6 +107,26 @@ def test_a_broken_publish_keeps_what_it_did_and_names_the_rest(checkpoints: list
     assert [row["step"] for row in ask("log", tmp_path / "run")["versions"]] == [None, 5]
 
 
+def test_a_bucket_is_reached_with_store_options(
+    checkpoints: list[Path], s3_uri: tuple[str, dict[str, str]], tmp_path: Path
+) -> None:
+    uri, options = s3_uri
+    words = [word for key, value in options.items() for word in ("--option", f"{key}={value}")]
+    run("publish", *checkpoints[:3], "--to", uri, *words)
+    assert len(ask("log", uri, *words)["versions"]) == 3 and ask("verify", uri, "--deep", *words)["ok"]
+    run("materialize", uri, "--version", "2", "--out", tmp_path / "out", *words)
+    assert bits(tmp_path / "out") == bits(checkpoints[2])
+
+
+def test_a_failed_reload_is_undone(checkpoints: list[Path], tmp_path: Path) -> None:
+    uri = fresh_store(checkpoints[:2], tmp_path)
+    words = ["follow", uri, "--out", tmp_path / "current", "--once", "--on-commit", "test $WEIGHT_SYNC_VERSION = 1"]
+    run(*words)
+    run("publish", checkpoints[2], "--to", uri)
+    assert "version 1 is served again" in run(*words, code=7).stderr
+    assert bits(tmp_path / "current") == bits(checkpoints[1])
+
+
 def test_every_dtype_that_torch_has_is_carried(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     names = [name for name, dtype in DTYPES.items() if dtype.torch_name and hasattr(torch, dtype.torch_name)]
@@ -140,13 +160,14 @@ def test_every_dtype_that_torch_has_is_carried(tmp_path: Path) -> None:
         ("log STORE --run ../x", 2, "ConfigError", "run_id"),
         ("log STORE --run other", 4, "VersionMissingError", "other"),
         ("log STORE --view nope", 4, "VersionMissingError", "default"),
-        ("log STORE --option", 2, "InputError", "--option"),
+        ("log STORE --option endpoint", 2, "ConfigError", "KEY=VALUE"),
+        ("log STORE --threads 0", 2, "InputError", "--threads"),
         ("log", 2, "InputError", "URI"),
         ("nonsense", 2, "InputError", "nonsense"),
         ("log EMPTY", 4, "VersionMissingError", "start the publisher"),
         ("verify EMPTY", 4, "VersionMissingError", "start the publisher"),
         ("gc EMPTY", 4, "VersionMissingError", "start the publisher"),
-        ("follow EMPTY --out OUT --once --timeout 0", 4, "VersionNotReadyError", "no run"),
+        ("follow EMPTY --out OUT --once --timeout 0", 4, "VersionNotReadyError", "no version"),
         ("materialize STORE --version 9 --out OUT", 4, "VersionMissingError", "9"),
         ("materialize STORE --version nine --out OUT", 2, "InputError", "nine"),
         ("materialize STORE --out STORE", 2, "ConfigError", "not empty"),
@@ -242,7 +263,7 @@ def test_progress_is_drawn_on_a_terminal_only_and_never_into_the_answer(
     store: Path, checkpoints: list[Path], tmp_path: Path
 ) -> None:
     ours, theirs = pty.openpty()
-    words = ["materialize", store, "--out", tmp_path / "out", "--json"]
+    words = ["publish", *checkpoints[:2], "--to", tmp_path / "run", "--json"]
     done = subprocess.Popen([*PROGRAM, *map(str, words)], stdout=subprocess.PIPE, stderr=theirs, text=True)
     os.close(theirs)
     drawn = b""
@@ -251,6 +272,6 @@ def test_progress_is_drawn_on_a_terminal_only_and_never_into_the_answer(
             drawn += part
     os.close(ours)
     assert done.stdout is not None
-    assert json.loads(done.stdout.read())["number"] == 3 and done.wait(60) == 0
-    assert b"write" in drawn
-    assert run("materialize", store, "--out", tmp_path / "again").stderr == ""
+    assert [json.loads(line)["number"] for line in done.stdout] == [0, 1] and done.wait(60) == 0
+    assert b"publish" in drawn
+    assert run("materialize", store, "--out", tmp_path / "out").stderr == ""

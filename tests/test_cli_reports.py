@@ -7,13 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from cli_cases import ODD, ask, entry, flip, fresh_store, lease, make_checkpoints, objects, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from weight_sync.checkpoint import Checkpoint
 from weight_sync.codec.apply import apply_changes
-from weight_sync.codec.frame import decode_frame
+from weight_sync.codec.frame import FRAME_CHANGES, decode_frame, encode_changes
 from weight_sync.codec.shard import parse_head
+from weight_sync.compare import compare_run, count_nan, step_bins
+from weight_sync.dtypes import DTYPES
+from weight_sync.layout.box import Box
+from weight_sync.ports import Changes
 from weight_sync.proto.v1 import manifest_pb2
+from weight_sync.tensors import TensorSpec
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +71,51 @@ def test_diff_counts_what_a_plain_loop_counts(checkpoints: list[Path]) -> None:
     row = rows["model.layers.0.mlp.weight"]
     assert [row["nan_a"], row["nan_b"]] == nans and nans[1] == 3 and row["sign_flips"] >= 3 and row["zero_swaps"] == 0
     assert document["respecified"] == ["ids"] and document["changed"] == changed + 9
+    assert ask("diff", checkpoints[1], checkpoints[2])["zero_swaps"] == 1
     kinds = {row["kind"]: row["tensors"] for row in document["kinds"]}
     assert kinds["model.layers.*.mlp.weight"] == 3 and not document["equal"]
+
+
+@given(st.sampled_from(sorted(DTYPES)), st.data())
+@settings(max_examples=60, deadline=None)
+def test_steps_signs_and_zeros_of_any_bits(name: str, data: st.DataObject) -> None:
+    dtype = DTYPES[name]
+    top = 1 << (8 * dtype.width - 1)
+    edges = st.sampled_from([0, 1, top - 1, top, top + 1, 2 * top - 1])
+    pairs = data.draw(st.lists(st.tuples(edges, edges | st.integers(0, 2 * top - 1), st.booleans()), min_size=1))
+    old = np.array([a for a, _, _ in pairs], dtype.uint)
+    new = np.array([b if change else a for a, b, change in pairs], dtype.uint)
+    counts = compare_run(old, new, dtype)
+    places = [
+        ordered(codes, dtype.width) if dtype.signed_magnitude
+        else [int(x) for x in (codes.view(f"i{dtype.width}") if name[0] == "I" else codes)]
+        for codes in (old, new)
+    ]  # fmt: skip
+    steps = [abs(y - x) for x, y in zip(*places, strict=True) if x != y]
+    assert (counts.changed, counts.largest_step) == (len(steps), max(steps, default=0))
+    for (low, high), count in zip(step_bins(), counts.steps, strict=True):
+        assert count == sum(low <= step <= high for step in steps)
+    swaps = sum({x, y} == {0, -1} for x, y in zip(*places, strict=True))
+    assert counts.zero_swaps == (swaps if dtype.signed_magnitude and "FNUZ" not in name else 0)
+
+
+def test_nan_is_counted_as_torch_counts_it() -> None:
+    for name in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"):
+        dtype = DTYPES[name]
+        some = np.random.default_rng(1).integers(0, 256, 1 << 16, np.uint8)
+        some[:64] = 0xFF  # NaN in most of them
+        tensor = torch.from_numpy(some).view(dtype.torch)
+        expected = int((tensor if dtype.width == 8 else tensor.float()).isnan().sum())
+        assert count_nan(some.view(dtype.uint), dtype) == expected > 0, name
+
+
+def test_a_fold_of_more_changes_than_a_frame_takes_is_cut() -> None:
+    spec = TensorSpec("t", "BF16", (3 * FRAME_CHANGES,))
+    positions = np.arange(0, spec.elements, 2, dtype=np.uint32)
+    whole = Changes(spec, Box.run(0, spec.elements), positions, np.ones(len(positions), np.uint16))
+    frames = list(encode_changes([whole]))
+    found = [item.coords.indices(item.positions) for frame in frames for item in frame.changes()]
+    assert len(frames) == 2 and np.array_equal(np.concatenate(found), positions)
 
 
 def test_diff_takes_versions_of_a_store_and_tells_added_and_removed(store: Path, checkpoints: list[Path]) -> None:
@@ -132,9 +183,8 @@ def test_inspect_shows_replicas_and_leases(checkpoints: list[Path], tmp_path: Pa
     run("follow", uri, "--out", tmp_path / "current", "--once", "--set", "replica_id=mine")
     lease(uri, "other", 0)
     document = ask("inspect", uri)
-    assert [(row["replica_id"], row["version"], row["state"]) for row in document["replicas"]] == [
-        ("mine", 1, "CLOSED")
-    ]
+    (row,) = document["replicas"]
+    assert (row["replica_id"], row["version"], row["state"]) == ("mine", 1, "CLOSED")
     assert document["leases"] == {"other": 0}
 
 
@@ -160,9 +210,8 @@ def test_gc_expires_what_nobody_needs_and_says_so_before(checkpoints: list[Path]
 
 
 def test_verify_rebuilds_every_state_in_all_forms(checkpoints: list[Path], tmp_path: Path) -> None:
-    uri = fresh_store(
-        [*checkpoints, checkpoints[0]], tmp_path, "--set", "anchor_every=2", "--set", "forms=[step, compact]"
-    )
+    words = ("--set", "anchor_every=2", "--set", "forms=[step, compact]")
+    uri = fresh_store([*checkpoints, checkpoints[0]], tmp_path, *words)
     document = ask("verify", uri, "--deep")
     assert document["ok"] and document["replayed"] == {"default": [0, 1, 2, 3, 4]} and not document["notes"]
     assert document["objects"] == len(list(uri.glob("*/data/*/*")))

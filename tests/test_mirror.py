@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import tempfile
 import tracemalloc
 from pathlib import Path
 

@@ -49,12 +49,14 @@ class CheckpointEngine:
         base: folder of configuration and tokenizer files, copied beside the weights.
         on_commit: reloads the engine. A URL gets a POST with ``{"path", "run_id", "version", "digest"}``; anything else
             is a shell command with WEIGHT_SYNC_PATH, _RUN_ID, _VERSION and _DIGEST set. It may be asked again for a
-            version that the engine holds already, after a restart of this process.
+            version that the engine holds already, after a restart of this process. A URL that nobody listens at yet is
+            waited for within ``reload_s``.
         check: tells whether the engine serves: a URL (GET), or a command with the same variables; asked until it
             succeeds, inside the fence.
         check_contains: what the answer of ``check`` must contain, with ``{version}``, ``{digest}`` or ``{run_id}`` for
             those of the version; digits at its ends must not go on in the answer, so 3 is not proven by 13.
-        on_pause, on_resume: close and open admission; both or none. POST with ``{"mode"}``, or WEIGHT_SYNC_MODE.
+        on_pause, on_resume: close and open admission; both or none. POST with ``{"mode"}``, or WEIGHT_SYNC_MODE. Either
+            may be asked when it is so already.
         reload_s: limit of one reload, pause or resume in seconds.
         check_s: limit of all looks of one check in seconds.
         threads: that patch files and compute digests.
@@ -227,7 +229,7 @@ class CheckpointEngine:
     def _load(self, kept: Kept) -> None:
         """Reloads the engine and waits until it serves. Raises EngineError and DeadlineError."""
         if self._reload_hook is not None:
-            self._reload_hook.run(self._facts(kept), self._reload_s)
+            self._reload_hook.run(self._facts(kept), self._reload_s, patient=True)  # it may just be starting
         end, pause = time.monotonic() + self._check_s, _LOOK_S[0]
         while (reason := self._look(kept, max(0.01, end - time.monotonic()))) is not None:
             left = end - time.monotonic()

@@ -25,6 +25,7 @@ from weight_sync.errors import ConfigError, DeadlineError, EngineError
 __all__ = ["Hook"]
 
 _KEEP = 1 << 20  # bytes of an answer that are looked at
+_AGAIN_S = 0.2  # between two tries to connect
 _SHAPE = "http://host:port/path"
 _TAIL = 2000  # characters of a failure that are told
 
@@ -67,18 +68,19 @@ class Hook:
         """True for an HTTP request."""
         return self.target.strip().lower().startswith(("http://", "https://"))
 
-    def run(self, facts: Mapping[str, str | int], limit: float, method: str = "POST") -> str:
+    def run(self, facts: Mapping[str, str | int], limit: float, method: str = "POST", patient: bool = False) -> str:
         """Asks, and returns the answer: the response's body, or what the command wrote to its output.
 
         Args:
             facts: sent as a JSON object (POST), or set as WEIGHT_SYNC_<NAME> for a command.
             limit: seconds.
+            patient: wait within the limit for a server that does not listen yet.
 
         Raises DeadlineError at the limit, EngineError for an answer outside 2xx, an exit status other than 0, or no
         answer at all.
         """
         if self.is_url:
-            return self._request(facts, limit, method)
+            return self._request(facts, limit, method, patient)
         try:
             return self._command(facts, limit)
         except DeadlineError:  # an OSError, too
@@ -90,7 +92,7 @@ class Hook:
         return DeadlineError("no answer in time", field=self.option, expected=f"within {limit:g} s",
                              do="look at the engine, or allow more time")  # fmt: skip
 
-    def _request(self, facts: Mapping[str, str | int], limit: float, method: str) -> str:
+    def _request(self, facts: Mapping[str, str | int], limit: float, method: str, patient: bool) -> str:
         end = time.monotonic() + limit
         url = urlsplit(self.target.strip())
         kind = http.client.HTTPSConnection if url.scheme.lower() == "https" else http.client.HTTPConnection
@@ -99,6 +101,7 @@ class Hook:
         body = json.dumps(dict(facts)) if method == "POST" else None
         headers = {"Content-Type": "application/json", "Connection": "close"}
         try:
+            _connect(connection, end if patient else 0.0)
             connection.request(method, (url.path or "/") + (f"?{url.query}" if url.query else ""), body, headers)
             answer = connection.getresponse()
             data = b""
@@ -140,6 +143,18 @@ class Hook:
                                   do="run it by hand with the same WEIGHT_SYNC_ variables")  # fmt: skip
             output.seek(0)
             return output.read(_KEEP).decode("utf-8", "replace")
+
+
+def _connect(connection: http.client.HTTPConnection, end: float) -> None:
+    """Connects; while nobody listens, again until ``end`` (of the monotonic clock)."""
+    while True:
+        try:
+            connection.connect()
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() + _AGAIN_S > end:
+                raise
+            time.sleep(_AGAIN_S)
 
 
 def _end_of(stream: IO[bytes]) -> str:

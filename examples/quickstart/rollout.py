@@ -22,7 +22,7 @@ import weight_sync
 from weight_sync.adapters.engines.transformers import TransformersEngine
 
 AHEAD = 1  # batches that may be made while the trainer is busy with the ones before
-PATIENCE_S = 60.0  # after that long without a new version another batch is made: the last may have been too old
+PATIENCE_S = 300.0  # after that long without a new version another batch is made: the last may have been too old
 
 
 def main() -> None:

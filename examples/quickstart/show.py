@@ -76,7 +76,7 @@ class LiveTable:
             self._live.stop()
 
     def refresh(self, final: bool = False) -> None:
-        """Shows what changed. Without a terminal a row is printed when its pause is known, or another one follows."""
+        """Shows what changed. Without a terminal a row is printed when its pause is known, or two more follow."""
         if self._live is not None:
             table = Table(title=self._title, caption=self.note)
             for name in COLUMNS:
@@ -86,7 +86,7 @@ class LiveTable:
             self._live.update(table, refresh=True)
             return
         for number in range(self._printed, len(self.rows)):
-            if final or self.rows[number].pause_ms is not None or number + 1 < len(self.rows):
+            if final or self.rows[number].pause_ms is not None or number + 2 < len(self.rows):
                 print("  ".join(f"{cell:>11}" for cell in self.rows[number].cells()), flush=True)
                 self._printed = number + 1
 

@@ -18,6 +18,10 @@ import weight_sync
 CLOSING_S = 10.0  # that long a process has for a clean end
 
 
+class RolloutError(Exception):
+    """A rollout does not do its part."""
+
+
 class Rollouts:
     """The rollout processes. They end when this object is closed, and when this process is gone.
 
@@ -52,11 +56,11 @@ class Rollouts:
         return self._logs / f"{name}.log"
 
     def check(self) -> None:
-        """Raises RuntimeError with the end of the log when a process has ended."""
+        """Raises RolloutError with the end of the log when a process has ended."""
         for name, process in self.processes.items():
             if process.poll() is not None:
                 tail = "\n".join(self._log(name).read_text(errors="replace").splitlines()[-15:])
-                raise RuntimeError(f"{name} ended with code {process.returncode}; {self._log(name)} ends with:\n{tail}")
+                raise RolloutError(f"{name} ended with code {process.returncode}; {self._log(name)} ends with:\n{tail}")
 
     def close(self) -> None:
         """Asks all to end, and makes them after a while."""

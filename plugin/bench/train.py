@@ -217,7 +217,7 @@ def hidden_matrices(model: nn.Module) -> frozenset[str]:
 def orthogonalized(matrix: Tensor, rounds: int = 5) -> Tensor:
     """Near U V^T of the matrix's U S V^T, by Newton-Schulz iteration; singular values end within about 0.7 to 1.2."""
     a, b, c = _NEWTON_SCHULZ
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x: Tensor = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / (x.norm() + 1e-7)
     for _ in range(rounds):
         gram = x @ x.T

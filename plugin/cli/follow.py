@@ -49,7 +49,8 @@ def follow(
 
     DIR is switched with one rename, so a reader never sees half a version, and each version's digest is checked before.
     Then --on-commit runs, with WEIGHT_SYNC_PATH, _RUN_ID, _VERSION and _DIGEST set (a URL gets them as JSON); when it
-    fails, DIR and the engine go back to the version before. Ends at Ctrl-C or SIGTERM, leaving DIR as it is.
+    fails, DIR and the engine go back to the version before, and the command ends with 7. A store that cannot be reached
+    is tried again. Ends at Ctrl-C or SIGTERM, leaving DIR as it is.
 
         weight-sync follow /shared/run --out /models/current --once
         weight-sync follow s3://bucket/run --out /models/current \\

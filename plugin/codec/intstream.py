@@ -5,13 +5,13 @@ Owns the split into raw low bits and coded high parts, and the checks on the way
 Gaps between changes are nearly geometric, so their low bits are incompressible: ``low_bits`` of each number are packed
 as they are, and what remains, ``high = number >> low_bits``, becomes a symbol of one byte that Huffman coding
 (zstandard's literals) brings within 1 % of the entropy of the whole number. ``low_bits`` puts the median of high
-between 8 and 15. Symbols below 128 are high itself; above, they name its length in bits and the bit after the leading
+between 2 and 3. Symbols below 128 are high itself; above, they name its length in bits and the bit after the leading
 one, and the other bits follow as they are, so heavy tails (large steps) cost no more than their own length.
 Against whole numbers through pcodec at its default level: +0.03 bits per gap and one sixth of the encoding time. The
 compact form, which exists for its size, codes the same symbols by pcodec (``small``) and comes within 0.3 %.
 
-Layout of the bytes: symbols (zstd, pcodec, or as they are when that is not longer, or nothing when all are 0), then the bits,
-little-endian, number by number: low bits first, then the bits of a high above 127.
+Layout of the bytes: symbols (zstd, pcodec, or as they are when that is not longer, or nothing when all are 0), then
+the bits, little-endian, number by number: low bits first, then the bits of a high above 127.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _bit_lengths(values: Any, out: Any) -> None:
 
 
 def choose_low_bits(values: npt.NDArray[Any]) -> int:
-    """Raw bits that leave a median high part of 8 to 15, where Huffman's loss is small and symbols are few."""
+    """Raw bits that leave a median high part of 2 or 3, where Huffman's loss is small and symbols are few."""
     if not len(values):
         return 0
     sample = values[:: max(1, len(values) // 4096)]  # a median needs no more

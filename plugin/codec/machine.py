@@ -1,6 +1,7 @@
 """The few machine instructions that Numba does not offer, and how kernels are compiled.
 
-Owns `kernel` (one way to compile), count-trailing-zeros, unaligned loads and the 64-wide comparison mask. Owns no format.
+Owns `kernel` (one way to compile), count-trailing-zeros, unaligned loads and the 64-wide comparison mask. Owns no
+format.
 
 Kernels release the GIL and never use Numba's own threads: a process that forks after those have started dies. The
 vector types below are plain LLVM IR, so they run on any target; on AVX2 and AVX-512 a mask costs a few instructions

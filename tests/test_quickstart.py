@@ -1,0 +1,182 @@
+"""Claims about the quick start, as a user runs it: it trains and serves, resumes, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import weight_sync
+from weight_sync.checkpoint import Checkpoint
+from weight_sync.codec.digest import Digest
+from weight_sync.config import Config
+from weight_sync.proto.v1 import manifest_pb2
+from weight_sync.transport.file import FileTransport
+
+pytest.importorskip("transformers")
+
+RUN = Path(__file__).parents[1] / "examples" / "quickstart" / "run.py"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache of models for all tests of this file."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def command(folder: Path, *arguments: str) -> list[str]:
+    small = ["--prompts", "2", "--group", "3", "--tokens", "6"]
+    return [sys.executable, str(RUN), "--tiny", "--dir", str(folder), *small, *arguments]
+
+
+def environment(cache: Path) -> dict[str, str]:
+    return {**os.environ, "WEIGHT_SYNC_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+
+
+def run(cache: Path, folder: Path, *arguments: str) -> dict[str, Any]:
+    summary = folder.with_suffix(".json")
+    done = subprocess.run(
+        command(folder, *arguments, "--json", str(summary)),
+        env=environment(cache),
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads(summary.read_text())
+    return result
+
+
+@contextlib.contextmanager
+def started(cache: Path, folder: Path, steps: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A quick start that is on its way, in a session of its own; nothing of it outlives the test."""
+    process = subprocess.Popen(
+        command(folder, "--steps", str(steps)),
+        env=environment(cache),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait(30)
+
+
+def until(true: Callable[[], bool], process: subprocess.Popen[bytes] | None = None, limit: float = 240) -> None:
+    deadline = time.monotonic() + limit
+    while not true():
+        assert process is None or process.poll() is None, "the quick start ended early"
+        assert time.monotonic() < deadline, "nothing happened"
+        threading.Event().wait(0.05)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "steps.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def history(folder: Path) -> list[manifest_pb2.VersionManifest]:
+    end = FileTransport(Config(uri=str(folder / "store"))).replica_end()
+    try:
+        return list(end.entries())
+    finally:
+        end.close()
+
+
+def versions(folder: Path) -> list[tuple[int, int | None]]:
+    """(number, step) of all versions."""
+    kinds = (manifest_pb2.ENTRY_KIND_ANCHOR, manifest_pb2.ENTRY_KIND_PATCH)
+    return [(m.number, m.step if m.HasField("step") else None) for m in history(folder) if m.kind in kinds]
+
+
+def test_three_steps_are_trained_served_and_then_resumed(cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = run(cache, folder, "--steps", "3")
+    assert [row["step"] for row in first["rows"]] == [1, 2, 3]
+    assert all(row["patch_bytes"] > 0 and 0 < row["density"] < 1 for row in first["rows"])
+    assert all(0 <= row["staleness"] <= 2 and 0 < row["reward"] < 1 for row in first["rows"])
+    assert first["rows"][-1]["pause_ms"] > 0
+    assert len(first["served"]) == 2 and len(set(first["served"].values())) == 1
+    assert (folder / "quickstart.png").read_bytes().startswith(b"\x89PNG")
+
+    second = run(cache, folder, "--steps", "2")
+    assert second["run_id"] == first["run_id"]
+    assert [row["step"] for row in second["rows"]] == [1, 2, 3, 4, 5]
+    assert [step for _, step in versions(folder)] == [None, 1, 2, 3, 4, 5]
+    head = history(folder)[-1]
+    assert {Digest.from_proto(head.views[0].digest).hex()} == set(second["served"].values())
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_end_at_any_moment_leaves_no_process_and_a_store_that_opens(
+    cache: Path, tmp_path: Path, how: signal.Signals
+) -> None:
+    folder = tmp_path / "run"
+    with started(cache, folder, 1000) as process:
+        until(lambda: len(rows(folder)) >= 2, process)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) >= 2
+        process.send_signal(how)
+        process.wait(60)
+        until(lambda: not any(child.is_running() and child.status() != "zombie" for child in children), limit=60)
+    assert process.returncode == (-9 if how == signal.SIGKILL else 130)
+    before = versions(folder)
+    again = run(cache, folder, "--steps", "1")
+    steps = [step for _, step in versions(folder)]
+    assert steps == [None, *range(1, len(steps))] and len(steps) >= len(before) + 1
+    assert steps[-1] == again["step"]
+
+
+def test_a_kill_between_saving_and_publishing_is_made_up_for(cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    killed = subprocess.run(
+        command(folder, "--steps", "5"),
+        env={**environment(cache), "WEIGHT_SYNC_CRASH_AT": "publish:commit#3"},  # version 0 is the first
+        capture_output=True,
+        timeout=500,
+    )
+    assert killed.returncode == -9
+    assert [step for _, step in versions(folder)] == [None, 1]  # the trainer's state is at step 2
+    again = run(cache, folder, "--steps", "1")
+    assert again["step"] == 3 and [step for _, step in versions(folder)] == [None, 1, 2, 3]
+
+
+def test_another_model_in_the_same_folder_is_refused(cache: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "run"
+    run(cache, folder, "--steps", "1")
+    tiny = cache / "models" / "tiny-random"
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in tiny.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tiny / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    done = subprocess.run(
+        command(folder, "--steps", "1", "--model", str(other)),
+        env=environment(cache),
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 1 and "ForkRequiredError: base is not the base of this run" in done.stderr
+    with weight_sync.Publisher.open(str(folder / "store"), base=tiny) as publisher:
+        assert publisher.step == 1 and publisher.version == 1
+    assert Checkpoint(tiny).table
