@@ -168,7 +168,8 @@ def _write(folder: Path, update: Update, old: Kept | None, config_from: Path | N
            progress: Callable[[int, int], None] | None = None) -> Kept:  # fmt: skip
     """Fills an empty folder with the version that the update leads to, from ``old``'s bits unless it is full."""
     start = None if old is None else (Checkpoint(old.folder), old.digest)
-    writer = FolderWriter(folder, update.tensors, start, _base_files(config_from), threads)
+    known = _base_files(config_from) if old is None else None
+    writer = FolderWriter(folder, update.tensors, start, known, threads)
     total, done = sum(spec.nbytes for spec in update.tensors), 0
     for piece in update.dense():
         writer.put(piece)

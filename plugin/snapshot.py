@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Snapshot"]
 
 _ALIGN = 64
+_CHUNK = 4 << 20  # elements copied to a device at a time
 Key = tuple[TensorSpec, Box]
 
 
@@ -134,7 +135,8 @@ class Snapshot:
             found[start : start + len(bits)] = bits
             return
         target = self._tensors[piece.key][start : start + len(bits)]
-        target.copy_(_tensor_of(bits, target))
+        for at in range(0, len(bits), _CHUNK):
+            target[at : at + _CHUNK].copy_(_tensor_of(bits[at : at + _CHUNK], target))
 
     def change(self, piece: ServedPiece, at: npt.NDArray[np.int64], item: Changes, pick: npt.NDArray[Any]) -> None:
         """Applies changes ``pick`` of ``item`` to the piece's elements ``at``, (n,) each, which may exceed 32 bits."""
@@ -191,7 +193,8 @@ def _tensor_of(bits: npt.NDArray[Any], like: torch.Tensor) -> torch.Tensor:
     import torch
 
     signed = bits.view("u1" if bits.dtype.itemsize == 1 else f"i{bits.dtype.itemsize}")
-    return torch.from_numpy(signed).to(like.device).view(like.dtype)
+    shared = signed if signed.flags.writeable else signed.copy()  # torch takes no read-only memory, such as a mapped file
+    return torch.from_numpy(shared).to(like.device).view(like.dtype)
 
 
 def _bits_at(target: torch.Tensor, at: npt.NDArray[np.int64]) -> npt.NDArray[Any]:

@@ -89,7 +89,7 @@ main() {
     } | sha256sum
   )"
   key="${key:0:16}"
-  shared="${WEIGHT_SYNC_CACHE:-$HOME/.cache/weight_sync}/venvs/$name-$key"
+  shared="$(realpath -m "${WEIGHT_SYNC_CACHE:-$HOME/.cache/weight_sync}/venvs/$name-$key")"
   once "$key" "$shared/.complete" build_shared "$python" "$shared" "$requirements" "$bare" || die "$shared could not be built"
   [[ -n "$thin" ]] || { echo "$shared"; return; }
   once "$shared $root $(sha256sum <"$root/pyproject.toml")" "$thin/.complete" build_thin "$shared" "$thin" "$root" ||

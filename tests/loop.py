@@ -58,12 +58,19 @@ def model(step: int) -> dict[str, torch.Tensor]:
 
 
 def entries(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[TensorSpec, Any]]:
-    """Specs and bits by name."""
-    return MemoryEngine(tensors).table
+    """Specs and bits by name; not copied when they are contiguous."""
+    return MemoryEngine({name: tensor.contiguous() for name, tensor in tensors.items()}).table
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
     return state_digest(entries(tensors).values()).hex()
+
+
+def holding(tensors: Mapping[str, torch.Tensor]) -> MemoryEngine:
+    """An engine with a copy of the tensors, which knows what it holds."""
+    held = MemoryEngine({name: tensor.clone() for name, tensor in tensors.items()})
+    held.audit()
+    return held
 
 
 def same_bits(engine: MemoryEngine, tensors: Mapping[str, torch.Tensor]) -> bool:

@@ -212,9 +212,28 @@ Replica.open(sys.argv[1], CheckpointEngine(sys.argv[2], **json.loads(sys.argv[3]
 """
 
 
+_MATERIALIZER = """
+import sys
+from weight_sync.config import load
+from weight_sync.history import History
+from weight_sync.mirror import materialize
+from weight_sync.registry import open_transport
+config = load({"uri": sys.argv[1], "timeout_s": 30})
+materialize(History(open_transport(config).replica_end(), config.view), int(sys.argv[2]), sys.argv[3])
+"""
+
+
+def materialize_until_killed(uri: Path, number: int, out: Path, crash_at: str) -> None:
+    """A process of its own materializes a version and must die by SIGKILL at the step."""
+    _killed([_MATERIALIZER, str(uri), str(number), str(out)], crash_at)
+
+
 def follow_until_killed(uri: Path, path: Path, crash_at: str, options: Mapping[str, Any] | None = None) -> None:
     """A follower in a process of its own syncs once and must die by SIGKILL at the step."""
-    command = [sys.executable, "-c", _FOLLOWER, str(uri), str(path), json.dumps(dict(options or {}))]
+    _killed([_FOLLOWER, str(uri), str(path), json.dumps(dict(options or {}))], crash_at)
+
+
+def _killed(program: list[str], crash_at: str) -> None:
     environment = {**os.environ, "WEIGHT_SYNC_CRASH_AT": crash_at}
-    worker = subprocess.run(command, env=environment, timeout=120, check=False)
+    worker = subprocess.run([sys.executable, "-c", *program], env=environment, timeout=120, check=False)
     assert worker.returncode == -signal.SIGKILL

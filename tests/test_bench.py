@@ -107,6 +107,13 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.npz").write_text("not an archive")
     with pytest.raises(InputError, match=r"not a trace: .*text\.npz"):
         list(recorded(tmp_path / "text.npz"))
+    whole = find_recorded()
+    assert whole is not None
+    raw = bytearray(whole.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (tmp_path / "flipped.npz").write_bytes(raw)
+    with pytest.raises(InputError, match="trace cannot be read"):
+        list(recorded(tmp_path / "flipped.npz"))
     assert "no trace in the file" in refused("empty.npz", other=np.zeros(3))
     assert "expected 'uint16'" in refused("wide.npz", **{"r|w|v0": np.zeros(3, np.float32)})
     planes = {"r|w|v0": np.zeros(3, np.uint16), "r|w|xor12": np.zeros(3, np.uint16)}

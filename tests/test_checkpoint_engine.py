@@ -22,8 +22,10 @@ from mirror_cases import (
     changed,
     follow_until_killed,
     follower,
+    odd_state,
     publish,
     randoms,
+    write_base,
 )
 
 from weight_sync.adapters.engines.checkpoint import CheckpointEngine
@@ -31,6 +33,7 @@ from weight_sync.adapters.engines.hook import Hook
 from weight_sync.errors import ConfigError, DeadlineError, EngineError, EngineInDoubtError, WeightSyncError
 from weight_sync.ports import Engine, PauseMode
 from weight_sync.proto.v1 import replica_pb2
+from weight_sync.testing import check_engine, engine_claims
 
 
 @pytest.fixture
@@ -75,6 +78,16 @@ def test_every_version_is_loaded_and_proven(tmp_path: Path, store: Path, served:
 
 def pausing(served: ServedEngine) -> dict[str, str]:
     return {"on_pause": f"{served.url}/pause", "on_resume": f"{served.url}/resume"}
+
+
+def test_the_engine_keeps_the_promises_of_the_port(tmp_path: Path, served: ServedEngine) -> None:
+    write_base(tmp_path / "base", [odd_state()])
+    paths = (tmp_path / f"out{k}" for k in range(100))
+
+    def engine() -> CheckpointEngine:
+        return CheckpointEngine(next(paths), base=tmp_path / "base", **served.options(), **pausing(served))
+
+    assert check_engine(engine, tmp_path / "base", changes_tensors=True) == engine_claims()
 
 
 def test_a_failed_reload_brings_folder_and_engine_back(tmp_path: Path, store: Path, served: ServedEngine) -> None:

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from mirror_cases import assert_holds, changed, history_of, lifecycle, publish, randoms, write_base
+from mirror_cases import (
+    assert_holds,
+    changed,
+    history_of,
+    lifecycle,
+    materialize_until_killed,
+    publish,
+    randoms,
+    write_base,
+)
 
 from weight_sync.codec.digest import Digest
 from weight_sync.errors import ConfigError, CorruptionError, DigestMismatchError, VersionMissingError
@@ -44,6 +53,16 @@ def test_a_base_by_reference_materializes_with_its_configuration(tmp_path: Path)
     materialize(history_of(tmp_path / "store"), 0, tmp_path / "zero")
     assert_holds(tmp_path / "zero", state)
     assert (tmp_path / "zero" / "config.json").read_bytes() == (base / "config.json").read_bytes()
+
+
+def test_a_process_killed_on_the_way_leaves_no_folder(tmp_path: Path) -> None:
+    state = {"w": randoms((64,), torch.bfloat16, 1)}
+    (number,) = publish(tmp_path / "store", [state])
+    materialize_until_killed(tmp_path / "store", number, tmp_path / "out", "mirror:written")
+    assert not (tmp_path / "out").exists()
+    materialize(history_of(tmp_path / "store"), number, tmp_path / "out")
+    assert_holds(tmp_path / "out", state)
+    assert {item.name for item in tmp_path.iterdir()} == {"out", "store"}
 
 
 def test_bad_data_never_becomes_a_folder(tmp_path: Path) -> None:

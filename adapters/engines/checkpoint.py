@@ -82,6 +82,7 @@ class CheckpointEngine:
         self.mirror = Mirror(path, base, default_threads() if threads is None else threads)
         self._update: Update | None = None
         self._audited: Kept | None = None
+        self._undone: Kept | None = None  # the folder is back at this version; a rollback may be asked for again
         self._served: Kept | None = None  # what the engine was last seen to serve by this process
 
     # --- the port ---
@@ -116,7 +117,7 @@ class CheckpointEngine:
 
     def stage(self, update: Update) -> None:
         """Writes the version's folder while the engine serves. Raises what `Mirror.next` does."""
-        self._update = None
+        self._update = self._undone = None
         self.mirror.next(update)
         self._update = update
 
@@ -164,13 +165,15 @@ class CheckpointEngine:
 
     def _return(self) -> Kept:
         """The version before, in the folder and in the engine."""
-        self._served = None
-        old = self.mirror.rollback()
-        self._load(old)
-        return old
+        if self._undone is None:
+            self._undone = self.mirror.rollback()
+        if self._served is not self._undone:
+            self._served = None
+            self._load(self._undone)
+        return self._undone
 
     def rollback(self) -> Digest:
-        """The version before, in the folder and in the engine; returns its digest."""
+        """The version before, in the folder and in the engine; returns its digest. May be repeated."""
         if self.mirror.staged is not None:  # the commit before held back a folder with wrong bits
             current = self.mirror.current
             self.mirror.discard()

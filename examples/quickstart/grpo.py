@@ -73,7 +73,7 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """Masters, moments and step as one safetensors file, which appears complete or not at all."""
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             state = self.optimizer.state[master]
             tensors |= {f"master.{name}": master, f"mean.{name}": state["exp_avg"], f"var.{name}": state["exp_avg_sq"]}

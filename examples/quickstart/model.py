@@ -78,7 +78,7 @@ def _convert_smollm2(folder: Path) -> None:
     )
     plain = type(packed)(config)  # a model loaded from GGUF refuses to be saved
     plain.load_state_dict({name: without_zeros(weight) for name, weight in packed.state_dict().items()})
-    plain.to(torch.bfloat16).save_pretrained(folder)
+    plain.bfloat16().save_pretrained(folder)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 
 

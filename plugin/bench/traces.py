@@ -9,6 +9,7 @@ values, as those of a fresh checkpoint do: far fewer elements would change than 
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -210,12 +211,7 @@ def recorded(path: Path) -> Iterator[Trace]:
 
     Raises InputError when it is not such a file.
     """
-    try:
-        with np.load(path) as file:
-            arrays = {key: file[key] for key in file.files if key.count("|") == 2}
-    except (OSError, ValueError) as error:
-        raise InputError("not a trace", field=str(path), found=str(error), do="name an .npz of arrays") from error
-    runs = _by_run(path, arrays)
+    runs = _by_run(path, _load(path))
     for run, tensors in runs.items():
         old = {name: _first(path, runs, run, name) for name in tensors}
         for k in range(1, 1 + min(sum(plane.startswith("xor") for plane in planes) for planes in tensors.values())):
@@ -226,6 +222,16 @@ def recorded(path: Path) -> Iterator[Trace]:
 
 
 _Planes = dict[str, npt.NDArray[Any]]
+
+
+def _load(path: Path) -> _Planes:
+    if not zipfile.is_zipfile(path):  # False where there is no file, too
+        raise InputError("not a trace", field=str(path), expected="an .npz file")
+    try:
+        with np.load(path) as file:
+            return {key: file[key] for key in file.files if key.count("|") == 2}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise InputError("trace cannot be read", field=str(path), found=str(error), do="copy it again") from error
 
 
 def _by_run(path: Path, arrays: _Planes) -> dict[str, dict[str, _Planes]]:

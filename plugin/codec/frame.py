@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from weight_sync.codec.classcount import ClassCounter, count_known, lanes_for
 from weight_sync.codec.compactform import decode_compact, encode_compact
 from weight_sync.codec.stepform import decode_absolute, decode_step, encode_absolute, encode_step
 from weight_sync.dtypes import DType
@@ -79,6 +80,7 @@ def encode_frame(
     positions: npt.NDArray[np.uint32],
     given: npt.NDArray[Any],
     old: Sequence[npt.NDArray[Any]] | None = None,
+    counted: ClassCounter | None = None,
 ) -> EncodedFrame:
     """One frame.
 
@@ -88,6 +90,7 @@ def encode_frame(
         positions: (n,) ascending, in frame coordinates, n at most MAX_CHANGES.
         given: (n,) steps, or new bits for ABSOLUTE; unsigned of the element's width.
         old: for COMPACT, per box all its elements before the change.
+        counted: for COMPACT, classes and gaps that were counted while comparing; ``old`` is not needed then.
     """
     dtype = boxes[0].spec.type
     elements = sum(box.coords.count for box in boxes)
@@ -98,8 +101,11 @@ def encode_frame(
     elif form == common_pb2.FORM_ABSOLUTE:
         parts = encode_absolute(header, positions, given)
     else:
-        assert old is not None and form == common_pb2.FORM_COMPACT
-        parts = encode_compact(header, positions, given, dtype, old)
+        assert form == common_pb2.FORM_COMPACT
+        if counted is None:
+            assert old is not None
+            counted = count_known(dtype, lanes_for(elements), positions, old)
+        parts = encode_compact(header, given, dtype, counted)
     header.size = sum(map(len, parts))
     header.blake3 = hash16(parts)
     return EncodedFrame(header, tuple(boxes), tuple(parts))

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weight_sync.codec.apply import changed_digest, new_bits_of
+from weight_sync.codec.classcount import TILE, ClassCounter, lanes_for
 from weight_sync.codec.diff import ChangeBuffer, diff_run
 from weight_sync.codec.digest import Digest
 from weight_sync.codec.frame import FRAME_CHANGES, FRAME_ELEMENTS, EncodedFrame, FrameBox, encode_frame, split
@@ -171,47 +172,65 @@ _Result = tuple[dict[int, EncodedFrame], list[tuple[str, int, Digest]]]
 
 def _encode_spans(spans: list[_Span], forms: Sequence[common_pb2.Form], refuse_nonfinite: bool) -> Iterator[_Result]:
     """One frame, or several when the changes do not fit one."""
-    elements = sum(span.stop - span.start for span in spans)
-    out = ChangeBuffer(spans[0].piece.spec.type, min(FRAME_CHANGES, elements))
+    dtype, elements = spans[0].piece.spec.type, sum(span.stop - span.start for span in spans)
+    out = ChangeBuffer(dtype, min(FRAME_CHANGES, elements))
+    on_host = all(span.piece.diff is None for span in spans)
+    counter = None
+    if common_pb2.FORM_COMPACT in forms and on_host:
+        out = ChangeBuffer(dtype, max(min(FRAME_CHANGES, elements), min(TILE, elements)))
+        counter = ClassCounter(dtype, lanes_for(elements), out.capacity)
     used: list[_Span] = []
     base = 0
     for span in spans:
         at = span.start
         while at < span.stop:
-            whole = not span.piece.coords.is_run
-            if out.full or (whole and out.count + span.stop - at > out.capacity):
-                yield _close(used, out, forms, refuse_nonfinite)
+            whole = not span.piece.coords.is_run and out.count + span.stop - at > out.capacity
+            seen = 0 if out.full or whole else _diff_span(span.piece, at, span.stop, base, out, counter)
+            if not seen:  # the frame is full
+                yield _close(used, out, forms, refuse_nonfinite, counter)
                 used, base, out.count = [], 0, 0
-            seen = _diff_span(span.piece, at, span.stop, base, out)
+                continue
             used.append(_Span(span.piece, at, at + seen))
             at += seen
             base += seen
-    yield _close(used, out, forms, refuse_nonfinite)
+    yield _close(used, out, forms, refuse_nonfinite, counter)
 
 
-def _diff_span(piece: DiffPiece, start: int, stop: int, base: int, out: ChangeBuffer) -> int:
+def _diff_span(
+    piece: DiffPiece, start: int, stop: int, base: int, out: ChangeBuffer, counter: ClassCounter | None
+) -> int:
     """Appends the changes of [start, stop); returns how many elements were looked at, all unless the buffer is full."""
     if piece.diff is not None:
         return piece.diff(start, stop, base, out)
+    diff = diff_run if counter is None else counter.diff_run
     old = piece.old()
     at = start
     while at < stop:
         end = min(at + READ, stop)
-        seen = diff_run(old[at:end], piece.read(at, end), base + at - start, out)
+        seen = diff(old[at:end], piece.read(at, end), base + at - start, out)
         at += seen
         if at < end:
             break
     return at - start
 
 
-def _close(used: list[_Span], out: ChangeBuffer, forms: Sequence[common_pb2.Form], refuse_nonfinite: bool) -> _Result:
+def _close(
+    used: list[_Span], out: ChangeBuffer, forms: Sequence[common_pb2.Form], refuse_nonfinite: bool,
+    counter: ClassCounter | None,
+) -> _Result:  # fmt: skip
     """The frame of what is in the buffer, in all forms, and the sums per tensor."""
     positions, steps = out.view()
     if not len(positions):
+        if counter is not None:
+            counter.reset()
         return {}, []
     boxes = [FrameBox(span.piece.spec, _box_of(span)) for span in used]
     old = [span.piece.old()[span.start : span.stop] for span in used]
-    frames: dict[int, EncodedFrame] = {int(form): encode_frame(form, boxes, positions, steps, old) for form in forms}
+    frames: dict[int, EncodedFrame] = {
+        int(form): encode_frame(form, boxes, positions, steps, old, counter) for form in forms
+    }
+    if counter is not None:
+        counter.reset()
     sums: list[tuple[str, int, Digest]] = []
     by_box = {(item.spec.name, item.coords): item for item in split(boxes, positions, steps)}
     for box, before in zip(boxes, old, strict=True):
