@@ -80,6 +80,7 @@ class RankWork:
         The report holds nothing when there is no version.
         """
         known = set(table)
+        self.snapshot.retain(view.pieces)  # no element may lie in two pieces: a promotion would find only one
         missing = [piece for piece in view.pieces if piece.spec in known and piece not in self.snapshot]
         report = report_pb2.RankReport()
         if head is None:

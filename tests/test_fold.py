@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from tests.codec_cases import STEP, nearby, random_bits, spec_of
+from tests.codec_cases import COMPACT, STEP, nearby, random_bits, spec_of, with_regions
 from weight_sync.codec.apply import apply_changes
 from weight_sync.codec.diff import ChangeBuffer, diff_run
 from weight_sync.codec.fold import fold_changes, on_dense
-from weight_sync.codec.frame import encode_changes
+from weight_sync.codec.frame import decode_frame, encode_changes
 from weight_sync.codec.patch import DiffPiece, encode_patch
 from weight_sync.codec.shard import build_shard, identity, parse_head
 from weight_sync.dtypes import DTYPES
@@ -141,6 +141,33 @@ def test_small_frames_and_full_buffers_lose_nothing(monkeypatch):
                 else:
                     apply_changes(item, target, item.coords)
         assert all(np.array_equal(old[name], new[name]) for name in old) and np.array_equal(before, after)
+
+
+@pytest.mark.parametrize(
+    ("elements", "room"), [(1 << 21, 20_000), ((1 << 20) + 777, 16_384), (40_000, 17_000), (5_000, 64)]
+)
+def test_compact_frames_counted_while_comparing_equal_the_step_frames(monkeypatch, elements, room):
+    from weight_sync.codec import patch
+
+    monkeypatch.setattr(patch, "FRAME_CHANGES", room)
+    monkeypatch.setattr(patch, "READ", 1 << 15)
+    rng = np.random.default_rng(elements)
+    layout = [("a", "BF16", elements // 3 + 1), ("b", "BF16", 130), ("c", "BF16", elements // 2)]
+    for density in (0.004, 0.3):
+        old, new, pieces = pieces_of(rng, layout, density)
+        made = encode_patch(pieces, [STEP, COMPACT], threads=2)
+        assert len(made.frames[STEP]) == len(made.frames[COMPACT]) >= 1
+        for step, compact in zip(made.frames[STEP], made.frames[COMPACT], strict=True):
+            header, specs = with_regions(compact)
+            payload = memoryview(b"".join(compact.payload))
+            found = decode_frame(COMPACT, header, payload, specs, lambda b, old=old: b.coords.view(old[b.spec.name]))
+            for mine, other in zip(found, step.changes(), strict=True):
+                assert (mine.spec, mine.coords) == (other.spec, other.coords)
+                assert np.array_equal(mine.positions, other.positions) and np.array_equal(mine.steps, other.steps)
+        for frame in made.frames[STEP]:
+            for item in frame.changes():
+                apply_changes(item, old[item.spec.name], item.coords)
+        assert all(np.array_equal(old[name], new[name]) for name in old)
 
 
 NAMES = ["..", "a/b", "../../etc/passwd", "ü→模型", "__weight_sync__.index", "__weight_sync__.frame.0", "", " ", "a\nb"]
