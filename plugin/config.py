@@ -94,7 +94,8 @@ class Config(_Keys):
         None, description="run to open or follow; default: the newest in the store, else a new one"
     )
     fork: bool = Field(
-        False, description="start a new run that names the newest one as its parent; with run_id once, then that run goes on"
+        False,
+        description="start a new run that names the newest one as its parent; with run_id once, then that run goes on",
     )
     view: str = Field("default", description="name of the served view that is published or followed")
     forms: tuple[Literal["step", "compact"], ...] = Field(("step",), description="forms in which patches are stored")

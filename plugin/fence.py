@@ -158,7 +158,9 @@ class Fence:
         except WeightSyncError as doubt:
             self._doubt()
             return EngineInDoubtError(
-                f"version {number} could not be undone", found=str(doubt), do="sync again: it rebuilds from a full state"
+                f"version {number} could not be undone",
+                found=str(doubt),
+                do="sync again: it rebuilds from a full state",
             )
         except BaseException:
             self._doubt()

@@ -121,6 +121,8 @@ class History:
             return found
         if not here and isinstance(rules.plan(self.entry, have, target), rules.Path):
             raise self._no_base(self.manifest(found.number))
+        if not found.expired:
+            self.manifest(found.number)  # raises with a reason of its own where the number is there and no version
         kind = VersionExpiredError if found.expired else VersionMissingError
         raise kind(found.reason, field="version", found=target, do="follow the newest version, or ask for an anchor")
 
@@ -294,9 +296,7 @@ class History:
             full=full, manifest=manifest, extra={"path": path},
         )  # fmt: skip
 
-    def fold(
-        self, numbers: Sequence[int], table: Sequence[TensorSpec]
-    ) -> tuple[list[Changes], dict[str, DensePiece]]:
+    def fold(self, numbers: Sequence[int], table: Sequence[TensorSpec]) -> tuple[list[Changes], dict[str, DensePiece]]:
         """Patches of consecutive versions as one: changes, and by name the tensors that travelled whole, brought up to date.
 
         Args:

@@ -182,9 +182,7 @@ def _joint_table(
 ) -> tuple[TensorSpec, ...]:
     """The union of what the ranks offer, with the dtypes in which it is served."""
     data = together(group, lambda: _offered(source, base, cast), _union)
-    return tuple(
-        TensorSpec.from_proto(entry.spec) for entry in manifest_pb2.ViewManifest.FromString(data).tensors
-    )
+    return tuple(TensorSpec.from_proto(entry.spec) for entry in manifest_pb2.ViewManifest.FromString(data).tensors)
 
 
 def _offered(source: torch.nn.Module | Mapping[str, torch.Tensor], base: Sequence[TensorSpec], cast: bool) -> bytes:

@@ -193,7 +193,9 @@ def _tensor_of(bits: npt.NDArray[Any], like: torch.Tensor) -> torch.Tensor:
     import torch
 
     signed = bits.view("u1" if bits.dtype.itemsize == 1 else f"i{bits.dtype.itemsize}")
-    shared = signed if signed.flags.writeable else signed.copy()  # torch takes no read-only memory, such as a mapped file
+    shared = (
+        signed if signed.flags.writeable else signed.copy()
+    )  # torch takes no read-only memory, such as a mapped file
     return torch.from_numpy(shared).to(like.device).view(like.dtype)
 
 

@@ -41,7 +41,9 @@ SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
 @cache
 def _base() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
-    return {name: torch.randn(shape, generator=generator).mul(0.02).to(dtype) for name, (shape, dtype) in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=generator).mul(0.02).to(dtype) for name, (shape, dtype) in SHAPES.items()
+    }
 
 
 def model(step: int) -> dict[str, torch.Tensor]:
@@ -96,7 +98,9 @@ def engine(step: int = 0, **keys: Any) -> MemoryEngine:
 
 def config(folder: Path, **keys: Any) -> Config:
     """Of a store in a folder, impatient; full states by count only, for patches of so small a model are mostly heads."""
-    return Config(**{"uri": str(folder / "store"), "poll_s": 0.02, "timeout_s": 60, "threads": 1, "anchor_share": 0, **keys})
+    return Config(
+        **{"uri": str(folder / "store"), "poll_s": 0.02, "timeout_s": 60, "threads": 1, "anchor_share": 0, **keys}
+    )
 
 
 def reader(keys: Config, run_id: str | None = None) -> FileReplicaEnd:

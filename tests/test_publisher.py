@@ -152,7 +152,12 @@ def digest_bytes(tensors: Tensors) -> int:
 
 def test_a_full_state_carries_the_patch_as_well(tmp_path: Path) -> None:
     keys = config(tmp_path, anchor_every=1)
-    states = [model(1), model(2), {**model(3), "added": torch.ones(5)}, {k: v for k, v in model(4).items() if k != "norm"}]
+    states = [
+        model(1),
+        model(2),
+        {**model(3), "added": torch.ones(5)},
+        {k: v for k, v in model(4).items() if k != "norm"},
+    ]
     reports = published(keys, states)
     assert [report.kind for report in reports] == ["ANCHOR"] * 4
     history = History(reader(keys), "default")
@@ -202,7 +207,12 @@ def test_tensors_that_appear_vanish_and_change_are_carried(tmp_path: Path) -> No
     c = {**c, "added": b["added"] + 1, "added.empty": b["added.empty"]}
     del c["norm"]
     d["lm_head"] = torch.randn(130)  # another shape
-    e = {**e, "lm_head": d["lm_head"], "scalar": torch.tensor(3.0, dtype=torch.bfloat16), "norm": torch.randn(2, 12).bfloat16()}
+    e = {
+        **e,
+        "lm_head": d["lm_head"],
+        "scalar": torch.tensor(3.0, dtype=torch.bfloat16),
+        "norm": torch.randn(2, 12).bfloat16(),
+    }
     f = {**f, "norm": f["norm"].reshape(24), "empty": torch.empty(5, 0, dtype=torch.bfloat16)}
     published(config(tmp_path), [a, b, c, d, e, f])
     keys = config(tmp_path)
@@ -256,7 +266,9 @@ def test_a_module_is_served_in_the_dtypes_of_its_base(tmp_path: Path) -> None:
     names = {"embed.weight": module.embed.weight, "norm.weight": module.norm.weight, "norm.bias": module.norm.bias}
     base = tmp_path / "base"
     base.mkdir()
-    save_file({**{k: v.detach().bfloat16() for k, v in names.items()}, "scale": module.scale}, base / "model.safetensors")  # type: ignore[dict-item]
+    save_file(
+        {**{k: v.detach().bfloat16() for k, v in names.items()}, "scale": module.scale}, base / "model.safetensors"
+    )  # type: ignore[dict-item]
     keys = config(tmp_path, base=str(base))
     with Publisher.open(keys) as publisher:
         with torch.no_grad():

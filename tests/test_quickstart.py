@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 import weight_sync
 from weight_sync.checkpoint import Checkpoint
 from weight_sync.codec.digest import Digest
-from weight_sync.config import Config
+from weight_sync.config import load
 from weight_sync.proto.v1 import manifest_pb2
 from weight_sync.transport.file import FileTransport
 
@@ -91,7 +91,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def history(folder: Path) -> list[manifest_pb2.VersionManifest]:
-    end = FileTransport(Config(uri=str(folder / "store"))).replica_end()
+    end = FileTransport(load({"uri": str(folder / "store")})).replica_end()
     try:
         return list(end.entries())
     finally:

@@ -57,7 +57,11 @@ def asked(engine: MemoryEngine, timeout: float) -> bool:
 @pytest.mark.parametrize("claim", engine_claims())
 def test_the_reference_engine_keeps_every_promise(claim: str, checkpoint: Path) -> None:
     done = check_engine(
-        lambda: MemoryEngine(checkpoint), checkpoint, changes_tensors=True, request=asked, only=[claim]  # type: ignore[arg-type]
+        lambda: MemoryEngine(checkpoint),
+        checkpoint,
+        changes_tensors=True,
+        request=asked,
+        only=[claim],  # type: ignore[arg-type]
     )
     assert done == [claim]
 

@@ -81,7 +81,7 @@ def nudge(model: torch.nn.Module, seed: int) -> None:
             parameter.copy_((parameter.float() + 0.05 * noise).bfloat16())
 
 
-def answered(engine: TransformersEngine, timeout: float) -> bool:
+def answered(engine: Any, timeout: float) -> bool:
     try:
         return len(engine.generate([[1, 2]], max_new_tokens=1, timeout=timeout)) == 1
     except DeadlineError:
@@ -98,7 +98,7 @@ def answered(engine: TransformersEngine, timeout: float) -> bool:
 def test_it_keeps_every_promise_of_the_port(checkpoints: dict[str, Path], name: str, compute: str, claim: str) -> None:
     check_engine(
         lambda: engine_of(checkpoints[name], COMPUTE[compute]), checkpoints[name], request=answered, only=[claim]
-    )  # type: ignore[arg-type]
+    )
 
 
 @pytest.mark.parametrize("compute", COMPUTE)
@@ -117,15 +117,16 @@ def test_followed_weights_and_answers_are_those_of_a_fresh_load(
             nudge(trainer, step)
             published = publisher.publish(trainer, step=step)
             assert published is not None and published.kind == "PATCH"
-            assert replica.sync(exact=published.version).digest == published.digest
-        assert engine.audit().hex() == published.digest
+            version, digest = published.version, published.digest
+            assert replica.sync(exact=version).digest == digest
+        assert engine.audit().hex() == digest
     trainer.save_pretrained(tmp_path / "saved")
     fresh = load(tmp_path / "saved", COMPUTE[compute])
     for (key, held), wanted in zip(engine.model.state_dict().items(), fresh.state_dict().values(), strict=True):
         assert torch.equal(held, wanted), key
     prompts = [[1, 2, 3, 4], [5, 6]]
     other = TransformersEngine(fresh, tmp_path / "saved")
-    other.announce(common_pb2.VersionId(run_id=publisher.run_id, number=published.version))
+    other.announce(common_pb2.VersionId(run_id=publisher.run_id, number=version))
     assert engine.generate(prompts, max_new_tokens=6, temperature=0) == other.generate(
         prompts, max_new_tokens=6, temperature=0
     )
@@ -182,9 +183,16 @@ def test_nothing_is_answered_before_a_version_is_announced(checkpoints: dict[str
 
 def test_bad_requests_are_refused(checkpoints: dict[str, Path]) -> None:
     engine = engine_of(checkpoints["llama"])
-    for arguments in ({"prompts": []}, {"prompts": [[]]}, {"max_new_tokens": 0}, {"samples": 0}, {"temperature": -1.0}):
+    bad: tuple[dict[str, Any], ...] = (
+        {"prompts": []},
+        {"prompts": [[]]},
+        {"max_new_tokens": 0},
+        {"samples": 0},
+        {"temperature": -1.0},
+    )
+    for arguments in bad:
         with pytest.raises(InputError):
-            engine.generate(**{"prompts": [[1]], "max_new_tokens": 1, **arguments})  # type: ignore[arg-type]
+            engine.generate(**{"prompts": [[1]], "max_new_tokens": 1, **arguments})
 
 
 def test_weights_that_move_between_stage_and_commit_are_noticed(checkpoints: dict[str, Path]) -> None:

@@ -91,7 +91,7 @@ class Run:
             self._told(rollouts)
             write_rows(self.history, self.rows)
         table.note = "rollouts take the last version"
-        final = self._wait(rollouts, table, lambda: self._served(rollouts, digest))
+        final: dict[str, str] = self._wait(rollouts, table, lambda: self._served(rollouts, digest))
         write_rows(self.history, self.rows)
         return final
 
@@ -133,9 +133,8 @@ class Run:
 
     def _told(self, rollouts: Rollouts) -> dict[str, Any]:
         """The rollouts' acknowledgements; fills in the pauses that they tell."""
-        told = {
-            ack.replica_id: ack for ack in self.publisher.acknowledgements() if ack.replica_id in rollouts.processes
-        }
+        acknowledged = self.publisher.acknowledgements()
+        told = {ack.replica_id: ack for ack in acknowledged if ack.replica_id in rollouts.processes}
         for ack in told.values():
             for row in self.rows[-3:]:
                 if row.version == ack.version.number and ack.timings.pause:

@@ -158,21 +158,22 @@ def plot_density(rows: Sequence[DensityRow], path: Path) -> None:
 
     first = rows[0]
     figure = Figure(figsize=(13, 4), layout="constrained")
-    figure.suptitle(f"{first.objective}, {first.optimizer}, lr {first.lr:g}, {first.elements / 1e6:.1f} M elements")
+    figure.suptitle(f"{first.objective}, {first.optimizer}, lr {first.lr:g}, {first.elements / 1e6:.3g} M elements")
     left, middle, right = figure.subplots(1, 3)
     at = [row.step for row in rows]
     left.plot(at, [100 * row.density for row in rows], "o-", label="whole view")
     left.plot(at, [100 * row.density_hidden for row in rows], "s-", label="hidden matrices")
     left.set(xlabel="step", ylabel="changed elements, %", ylim=(0, None), title="density")
-    for label, key, style in (("step", "step", "o-"), ("compact", "compact", "s-")):
-        middle.plot(at, [getattr(row, f"{key}_bits") or np.nan for row in rows], style, label=label)
-        middle.plot(at, [getattr(row, f"{key}_bound_bits") for row in rows], ":", color="gray")
+    for form, style in (("step", "o-"), ("compact", "s-")):
+        (line,) = middle.plot(at, [getattr(row, f"{form}_bits") or np.nan for row in rows], style, label=form)
+        middle.plot(at, [getattr(row, f"{form}_bound_bits") for row in rows], ":", color=line.get_color())
     middle.set(xlabel="step", ylabel="bits per changed element", ylim=(0, None), title="size (dotted: entropy)")
     changed = max(1, sum(row.changed for row in rows))
     shares = [sum(row.ulp[name] * row.changed for row in rows) / changed for name in first.ulp]
     bars = right.bar(list(first.ulp), 100 * np.array(shares))
     right.bar_label(bars, fmt="%.2g", fontsize=8)
     right.set(xlabel="distance, ulp (up to and with)", ylabel="changes, %", yscale="log", title="steps")
-    left.legend()
-    middle.legend()
+    for panel in (left, middle):
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.legend()
     figure.savefig(path, dpi=120)

@@ -1,6 +1,6 @@
 """The compact form: gaps counted within classes of the old element. A third smaller; needs every old bit of the frame.
 
-Owns the order of changes and the headers. Owns no counting (codec/classcount.py), no entropy stage
+Owns the order of changes and the headers. Owns no counting (codec/classcount.py, classfind.py), no entropy stage
 (codec/classstream.py) and no large steps (codec/stepform.py).
 
 How likely an element is to change depends on its ulp, hence on its exponent. Counting gaps only over elements of the
@@ -17,7 +17,8 @@ import numpy.typing as npt
 from numba import uint32, uint64
 
 from weight_sync.codec import classstream
-from weight_sync.codec.classcount import CLASSES, ClassCounter, find_changes
+from weight_sync.codec.classcount import CLASSES, ClassCounter
+from weight_sync.codec.classfind import find_changes
 from weight_sync.codec.machine import kernel
 from weight_sync.codec.stepform import Cursor, decode_large, encode_large, half_of, put_signs
 from weight_sync.dtypes import DType

@@ -97,7 +97,9 @@ class _World:
     def attach(self) -> None:
         """The engine holds the checkpoint, by a full version when it held nothing, and has told its digest."""
         description = self.engine.describe()
-        if not description.HasField("digest") or Digest.from_proto(description.digest) != state_digest(self.base.values()):
+        if not description.HasField("digest") or Digest.from_proto(description.digest) != state_digest(
+            self.base.values()
+        ):
             self.advance(self.update(self.base, full=True), self.base)
         self.state = self.base
 
@@ -129,7 +131,9 @@ class _World:
         removed = tuple(sorted(self.state.keys() - new.keys()))
         return Update(target, total, table, list(changes), dense, removed, full, manifest)
 
-    def changed(self, absolute: bool = False, boxes: Callable[[TensorSpec], list[Box]] | None = None) -> tuple[State, list[Changes]]:
+    def changed(
+        self, absolute: bool = False, boxes: Callable[[TensorSpec], list[Box]] | None = None
+    ) -> tuple[State, list[Changes]]:
         """Another state, and the changes that lead there from the one held."""
         new: State = {}
         changes: list[Changes] = []
@@ -197,7 +201,9 @@ def _describe_tells_what_is_held(world: _World) -> None:
     mine = [TensorSpec.from_proto(spec) for spec in description.tensors]
     if mine:
         theirs = [(s.name, s.dtype, s.shape) for s in world.checkpoint.table]
-        assert [(s.name, s.dtype, s.shape) for s in mine] == theirs, "describe lists other tensors than the checkpoint, or unsorted"
+        assert [(s.name, s.dtype, s.shape) for s in mine] == theirs, (
+            "describe lists other tensors than the checkpoint, or unsorted"
+        )
 
 
 def _a_full_version_gives_its_exact_bits(world: _World) -> None:

@@ -55,7 +55,11 @@ class MemoryEngine(Engine):
     """
 
     def __init__(
-        self, tensors: Tensors | str | os.PathLike[str], view: str = "default", *, fail_at: Mapping[str, int] | None = None
+        self,
+        tensors: Tensors | str | os.PathLike[str],
+        view: str = "default",
+        *,
+        fail_at: Mapping[str, int] | None = None,
     ) -> None:
         self.view = view
         self.table: dict[str, tuple[TensorSpec, npt.NDArray[Any]]] = _table_of(tensors)
@@ -175,18 +179,17 @@ class MemoryEngine(Engine):
         self._called("rollback")
         if self._undo is None:
             raise EngineInDoubtError("the undo log is gone", do="rebuild the engine from an anchor")
-        self._run_back()
-        return self._recomputed()
+        return self._run_back()
 
     def _undo_log(self) -> list[Callable[[], object]]:
         self._undo = []
         return self._undo
 
-    def _run_back(self) -> None:
+    def _run_back(self) -> Digest:
         undo, self._undo = self._undo, []  # once taken back, taking it back again changes nothing
         for step in reversed(undo or []):
             step()
-        self._digest = None
+        return self._recomputed()
 
     # --- the fence ---
 
@@ -217,7 +220,9 @@ class MemoryEngine(Engine):
             raise EngineError("admission is closed", do="resume")
         held = state_digest(self.table.values())
         if self.caches_of not in (None, held):
-            raise EngineError("caches are of other weights", field="caches", found=str(self.caches_of), expected=str(held))
+            raise EngineError(
+                "caches are of other weights", field="caches", found=str(self.caches_of), expected=str(held)
+            )
         self.caches_of = held
         return None if self.announced is None else self.announced.number, held
 

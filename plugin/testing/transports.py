@@ -83,7 +83,9 @@ class _World:
     def replica(self, run_id: str | None = None) -> ReplicaEnd:
         return self.stack.enter_context(closing(self.transport.replica_end(run_id)))
 
-    def opened(self, run_id: str | None = None, fork_of: common_pb2.VersionId | None = None) -> tuple[PublisherEnd, OpenedRun]:
+    def opened(
+        self, run_id: str | None = None, fork_of: common_pb2.VersionId | None = None
+    ) -> tuple[PublisherEnd, OpenedRun]:
         end = self.publisher()
         return end, end.open_run(run_id, fork_of=fork_of, writer="conformance")
 
@@ -231,7 +233,9 @@ def _ranges_of_a_shard_can_be_read(world: _World) -> None:
         found = bytes(replica.read(ref, offset, length))
         assert found == whole[offset : offset + length], f"[{offset}, {offset + length}) reads with other bytes"
     for offset, length in ((0, len(whole) + 1), (len(whole), 1), (-1, 1)):
-        _raises(CorruptionError, lambda o=offset, n=length: replica.read(ref, o, n), f"a read of {length} from {offset}")  # type: ignore[misc]
+        _raises(
+            CorruptionError, lambda o=offset, n=length: replica.read(ref, o, n), f"a read of {length} from {offset}"
+        )  # type: ignore[misc]
 
 
 def _wait_ends_with_a_commit_or_at_its_limit(world: _World) -> None:
@@ -351,7 +355,11 @@ def _trajectories_arrive_at_least_once(world: _World) -> None:
     assert not last.take_trajectories(100), "trajectories come again after a clean end"
 
 
-_OF_HISTORY = {"older_versions_stay_readable", "a_lease_keeps_a_version_and_what_it_needs", "a_fork_is_a_run_of_its_own"}
+_OF_HISTORY = {
+    "older_versions_stay_readable",
+    "a_lease_keeps_a_version_and_what_it_needs",
+    "a_fork_is_a_run_of_its_own",
+}
 _CLAIMS: dict[str, Callable[[_World], None]] = {
     claim.__name__.strip("_"): claim
     for claim in (
