@@ -38,7 +38,7 @@ def together(group: Group, offer: Callable[[], bytes], join: Callable[[Sequence[
     answer: bytes | None = None
     if group.rank == 0:
         try:
-            answer = _ANSWER + join([_unpacked(part) for part in parts])
+            answer = _ANSWER + join([_unpacked(part, f"rank {rank}: ") for rank, part in enumerate(parts)])
         except Exception as error:
             own, answer = own or error, _packed(error)
     answer = group.broadcast(answer)
@@ -51,17 +51,18 @@ def _packed(error: Exception) -> bytes:
     """Class and message; an error that is not ours becomes a WeightSyncError elsewhere."""
     name, text = type(error).__name__, str(error)
     if not isinstance(error, WeightSyncError):
-        name, text = WeightSyncError.__name__, f"another rank failed: {name}: {text}"
+        name, text = WeightSyncError.__name__, f"{name}: {text}"
     return _ERROR + f"{name}\0{text}".encode("utf-8", "replace")
 
 
-def _unpacked(data: bytes) -> bytes:
+def _unpacked(data: bytes, whose: str = "") -> bytes:
     """The answer. Raises the error that came instead."""
     if data[:1] == _ANSWER:
         return data[1:]
     name, _, text = data[1:].decode("utf-8", "replace").partition("\0")
     kind = getattr(errors, name, None)
-    raise (kind if isinstance(kind, type) and issubclass(kind, WeightSyncError) else WeightSyncError)(text)
+    ours = isinstance(kind, type) and issubclass(kind, WeightSyncError)
+    raise (kind if ours else WeightSyncError)(whose + text)
 
 
 def writer_name() -> str:

@@ -195,7 +195,10 @@ def _offered(source: torch.nn.Module | Mapping[str, torch.Tensor], base: Sequenc
         if not isinstance(source, Mapping) and tensor.numel() and tied in seen:
             continue
         seen.add(tied)
-        dtype = dtype_of_torch(tensor.dtype).name
+        try:
+            dtype = dtype_of_torch(tensor.dtype).name
+        except TensorError as error:
+            raise TensorError(error.what, field=name, found=error.found, do=error.do) from error
         before = known.get(name)
         if before is not None and cast and dtype in _FLOATS and before.dtype in _FLOATS:
             dtype = before.dtype

@@ -151,6 +151,11 @@ class Child:
     def lines(self) -> list[str]:
         return self.said.read_text().splitlines()
 
+    def kill(self) -> None:
+        """Ends it, even when it is stopped."""
+        self._process.kill()
+        self._process.join()
+
     def wait(self, timeout: float = 120) -> int:
         """Its exit code; negative for a signal."""
         self._process.join(timeout)

@@ -5,6 +5,9 @@ Starts no thread and opens no store, since neither survives a fork.
 
 from __future__ import annotations
 
+import torch.distributed.fsdp
+import torch.distributed.tensor
+
 import loop
 from weight_sync.codec.apply import apply_changes, restore_changes
 from weight_sync.codec.digest import state_digest
@@ -30,4 +33,5 @@ def warm() -> None:
     state_digest(old.values())
 
 
+assert torch.distributed.tensor and torch.distributed.fsdp  # imported for the children
 warm()

@@ -307,7 +307,7 @@ def test_tensors_may_come_as_pairs_and_any_name_is_data(tmp_path: Path) -> None:
         ([("w", torch.zeros(1)), ("w", torch.zeros(1))], "twice.*'w'"),
         ({"w": np.zeros(1)}, "'w'.*ndarray"),
         ({3: torch.zeros(1)}, "3"),
-        ({"w": torch.zeros(2, dtype=torch.complex128)}, "complex128.*cast"),
+        ({"w": torch.zeros(2, dtype=torch.complex128)}, "'?w'?; found.*complex128.*cast"),
         ({"w": torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.quint8)}, "w.*quantized"),
         ({"w": torch.zeros(2, device="meta")}, "w.*meta"),
         ({"w": torch.zeros(2, 2).to_sparse()}, "w.*sparse"),

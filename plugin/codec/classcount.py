@@ -71,6 +71,7 @@ class ClassCounter:
             flip_of(self.dtype),
             out.positions,
             out.steps,
+            out.old_bits,
             out.count,
             len(self.keys),
             self.lanes,
@@ -103,7 +104,7 @@ def class_rule(dtype: DType) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @kernel
 def _compare(
-    old: Any, new: Any, start: Any, stop: Any, base: Any, flip: Any, positions: Any, steps: Any, n: Any
+    old: Any, new: Any, start: Any, stop: Any, base: Any, flip: Any, positions: Any, steps: Any, old_bits: Any, n: Any
 ) -> Any:
     """Appends the changes of [start, stop) from entry ``n`` on; returns the next free entry."""
     i = start
@@ -113,6 +114,7 @@ def _compare(
             e = i + intp(ctz(mask))
             positions[n] = base + e
             steps[n] = step_between(old[e], new[e], flip)
+            old_bits[n] = old[e]
             n += 1
             mask &= mask - uint64(1)
         i += 64
@@ -120,6 +122,7 @@ def _compare(
         if old[i] != new[i]:
             positions[n] = base + i
             steps[n] = step_between(old[i], new[i], flip)
+            old_bits[n] = old[i]
             n += 1
         i += 1
     return n
@@ -238,6 +241,7 @@ def _scan(
     flip: Any,
     positions: Any,
     steps: Any,
+    old_bits: Any,
     n: Any,
     limit: Any,
     lanes: Any,
@@ -250,7 +254,7 @@ def _scan(
         stop = min(i + TILE, len(old))
         if n + stop - i > limit:
             return n, i
-        end = _compare(old, new, i, stop, base, flip, positions, steps, n)
+        end = _compare(old, new, i, stop, base, flip, positions, steps, old_bits, n)
         if lanes == 4 and stop - i == TILE:
             _walk4(rule, old, i, base, positions, n, end, since, keys, gaps)
         else:

@@ -30,6 +30,7 @@ class ChangeBuffer:
     Attributes:
         positions: (capacity + 64,) uint32, frame coordinates.
         steps: (capacity + 64,) unsigned of the element's width.
+        old_bits: (capacity + 64,) the elements before the change; the kernel holds them anyway.
         count: entries in use.
     """
 
@@ -38,6 +39,7 @@ class ChangeBuffer:
         self.capacity = capacity
         self.positions = np.empty(capacity + ROOM, np.uint32)
         self.steps = np.empty(capacity + ROOM, dtype.uint)
+        self.old_bits = np.empty(capacity + ROOM, dtype.uint)
         self.count = 0
 
     @property
@@ -51,7 +53,9 @@ class ChangeBuffer:
 
 
 @kernel
-def _diff(old: Any, new: Any, base: Any, flip: Any, positions: Any, steps: Any, count: Any, limit: Any) -> Any:
+def _diff(
+    old: Any, new: Any, base: Any, flip: Any, positions: Any, steps: Any, old_bits: Any, count: Any, limit: Any
+) -> Any:
     n = intp(count)
     whole = len(old) // 64 * 64
     i = 0
@@ -61,6 +65,7 @@ def _diff(old: Any, new: Any, base: Any, flip: Any, positions: Any, steps: Any, 
             e = i + intp(ctz(mask))
             positions[n] = base + e
             steps[n] = step_between(old[e], new[e], flip)
+            old_bits[n] = old[e]
             n += 1
             mask &= mask - uint64(1)
         i += 64
@@ -70,6 +75,7 @@ def _diff(old: Any, new: Any, base: Any, flip: Any, positions: Any, steps: Any, 
         if old[i] != new[i]:
             positions[n] = base + i
             steps[n] = step_between(old[i], new[i], flip)
+            old_bits[n] = old[i]
             n += 1
         i += 1
     return n, i
@@ -84,7 +90,9 @@ def diff_run(old: npt.NDArray[Any], new: npt.NDArray[Any], base: int, out: Chang
         old, new: (n,) unsigned of the element's width, contiguous; neither is copied.
         base: frame coordinate of element 0.
     """
-    count, seen = _diff(old, new, base, flip_of(out.dtype), out.positions, out.steps, out.count, out.capacity)
+    count, seen = _diff(
+        old, new, base, flip_of(out.dtype), out.positions, out.steps, out.old_bits, out.count, out.capacity
+    )
     out.count = int(count)
     return int(seen)
 
@@ -113,6 +121,7 @@ def diff_torch(old: torch.Tensor, new: torch.Tensor, base: int, out: ChangeBuffe
         end = out.count + len(before)
         out.positions[out.count : end] = (at.cpu().numpy() + base).astype(np.uint32)
         out.steps[out.count : end] = steps_between(before, after, out.dtype)
+        out.old_bits[out.count : end] = before
         out.count = end
         seen += take
         if out.full:

@@ -225,22 +225,21 @@ def _close(
             counter.reset()
         return {}, []
     boxes = [FrameBox(span.piece.spec, _box_of(span)) for span in used]
-    old = [span.piece.old()[span.start : span.stop] for span in used]
+    compact = common_pb2.FORM_COMPACT in forms and counter is None
+    old = [span.piece.old()[span.start : span.stop] for span in used] if compact else None
     frames: dict[int, EncodedFrame] = {
         int(form): encode_frame(form, boxes, positions, steps, old, counter) for form in forms
     }
     if counter is not None:
         counter.reset()
     sums: list[tuple[str, int, Digest]] = []
-    by_box = {(item.spec.name, item.coords): item for item in split(boxes, positions, steps)}
-    for box, before in zip(boxes, old, strict=True):
-        item = by_box.get((box.spec.name, box.coords))
-        if item is None:
-            continue
-        old_bits = before[item.positions]
+    at = 0
+    for item in split(boxes, positions, steps):  # in the order of positions, as the old bits are
+        old_bits = out.old_bits[at : at + len(item.positions)]
+        at += len(old_bits)
         if refuse_nonfinite:
             _check_finite(item, old_bits)
-        sums.append((item.spec.name, len(item.positions), changed_digest(item, old_bits)))
+        sums.append((item.spec.name, len(old_bits), changed_digest(item, old_bits)))
     return frames, sums
 
 
