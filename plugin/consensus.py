@@ -61,8 +61,9 @@ def _unpacked(data: bytes, whose: str = "") -> bytes:
         return data[1:]
     name, _, text = data[1:].decode("utf-8", "replace").partition("\0")
     kind = getattr(errors, name, None)
-    ours = isinstance(kind, type) and issubclass(kind, WeightSyncError)
-    raise (kind if ours else WeightSyncError)(whose + text)
+    if not (isinstance(kind, type) and issubclass(kind, WeightSyncError)):
+        kind = WeightSyncError
+    raise kind(whose + text)
 
 
 def writer_name() -> str:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from weight_sync.dtypes import dtype_of, dtype_of_torch
 from weight_sync.consensus import together
+from weight_sync.dtypes import dtype_of, dtype_of_torch
 from weight_sync.errors import LayoutError, TensorError, WeightSyncError
 from weight_sync.layout.agree import agree_on_owners
 from weight_sync.layout.box import Box

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,8 +18,8 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture(scope="session")
-def s3_server() -> Iterator[str]:
+@contextlib.contextmanager
+def moto_server() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Endpoint of moto's S3 server, in a process of its own on a free loopback port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -38,25 +40,38 @@ def s3_server() -> Iterator[str]:
                 assert server.poll() is None, "moto server died"
                 assert time.monotonic() < deadline, "moto server did not start"
                 time.sleep(0.02)
-        yield endpoint
+        yield endpoint, server
     finally:
+        server.send_signal(signal.SIGCONT)
         server.terminate()
         server.wait(timeout=30)
 
 
-@pytest.fixture
-def s3_uri(s3_server: str) -> tuple[str, dict[str, str]]:
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The server that most tests share."""
+    with moto_server() as (endpoint, _):
+        yield endpoint
+
+
+def s3_bucket(endpoint: str) -> tuple[str, dict[str, str]]:
     """(uri, store_options) of an empty prefix in a bucket of its own."""
     bucket = f"b{uuid.uuid4().hex[:12]}"
-    urllib.request.urlopen(urllib.request.Request(f"{s3_server}/{bucket}", method="PUT"), timeout=30).close()
+    urllib.request.urlopen(urllib.request.Request(f"{endpoint}/{bucket}", method="PUT"), timeout=30).close()
     options = {
-        "endpoint": s3_server,
+        "endpoint": endpoint,
         "allow_http": "true",
         "region": "us-east-1",
         "access_key_id": "test",
         "secret_access_key": "test",
     }
     return f"s3://{bucket}/some/prefix", options
+
+
+@pytest.fixture
+def s3_uri(s3_server: str) -> tuple[str, dict[str, str]]:
+    """(uri, store_options) of an empty prefix in a bucket of its own, on the shared server."""
+    return s3_bucket(s3_server)
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from weight_sync import Publisher, Replica
 from weight_sync.codec.digest import state_digest
 from weight_sync.config import Config
 from weight_sync.served import bits_of
-from weight_sync.testing import MemoryEngine
 from weight_sync.tensors import TensorSpec
+from weight_sync.testing import MemoryEngine
 from weight_sync.transport.file import FileReplicaEnd, FileTransport
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {

@@ -5,10 +5,10 @@ Starts no thread and opens no store, since neither survives a fork.
 
 from __future__ import annotations
 
+import loop
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
-import loop
 from weight_sync.codec.apply import apply_changes, restore_changes
 from weight_sync.codec.digest import state_digest
 from weight_sync.codec.fold import fold_changes
@@ -33,5 +33,18 @@ def warm() -> None:
     state_digest(old.values())
 
 
-assert torch.distributed.tensor and torch.distributed.fsdp  # imported for the children
+def warm_ranks() -> None:
+    """The first DTensor of a process imports a lot; here over a group of one that exists on paper."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    torch.distributed.tensor.distribute_tensor(
+        torch.zeros(4, 4), mesh, [torch.distributed.tensor.Shard(0)], src_data_rank=None
+    )
+    torch.distributed.fsdp.fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
+    torch.distributed.destroy_process_group()
+
+
 warm()
+warm_ranks()

@@ -273,8 +273,10 @@ def _raise(error: Exception) -> Any:
 def test_one_rank_that_fails_fails_the_round_on_all_and_the_next_one_works(tmp_path: Path) -> None:
     keys = config(tmp_path)
     zero, one = finished(launch(tmp_path, 2, fail_in_turn, keys))
-    expected = ["version 0", "TensorError", "version 1", "TensorError", "version 2", "TensorError", "ForkRequiredError",
-                "version 3", "TensorError", "version 4", "MemoryError", "version 5", "StoreUnavailableError", "version 6"]  # fmt: skip
+    expected = [
+        *("version 0", "TensorError", "version 1", "TensorError", "version 2", "TensorError", "ForkRequiredError"),
+        *("version 3", "TensorError", "version 4", "MemoryError", "version 5", "StoreUnavailableError", "version 6"),
+    ]
     for k, (a, b) in enumerate(zip(zero, one, strict=True)):
         if expected[k] == "MemoryError":  # no class of ours: elsewhere it is told by name
             assert (a, b) == ("WeightSyncError: rank 1: MemoryError: no room", "MemoryError: no room")
@@ -295,7 +297,6 @@ AT_RANK_0 = ["publish:encoded", "put_shard:after", "publish:sent", "publish:comm
 AT_RANK_1 = ["publish:encoded", "put_shard:before", "publish:sent", "publish:promoted"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("dies", "step"), [*((0, step) for step in AT_RANK_0), *((1, step) for step in AT_RANK_1)])
 def test_a_rank_killed_at_any_step_is_told_to_the_others_and_a_restart_goes_on(
     tmp_path: Path, dies: int, step: str
@@ -329,5 +330,7 @@ def test_a_rank_that_hangs_ends_the_wait_of_the_others_at_its_limit(tmp_path: Pa
     ranks = launch(tmp_path, 2, stop_before_the_second, keys)
     assert ranks[0].wait() == 0
     ranks[1].kill()
-    assert ranks[0].lines()[0] == "version 0" and ranks[0].lines()[1].startswith("DeadlineError: a rank did not take part")
+    assert ranks[0].lines()[0] == "version 0" and ranks[0].lines()[1].startswith(
+        "DeadlineError: a rank did not take part"
+    )
     assert versions(keys) == [0]

@@ -108,7 +108,7 @@ def test_both_forms_are_stored_and_count_as_patch_bytes(tmp_path: Path) -> None:
 
 def test_a_view_that_the_run_does_not_have_is_refused_by_name(tmp_path: Path) -> None:
     published(config(tmp_path), [model(1)])
-    with pytest.raises(VersionMissingError, match="other.*default"):
+    with pytest.raises(VersionMissingError, match=r"other.*default"):
         Publisher.open(config(tmp_path, view="other"))
 
 
@@ -344,7 +344,7 @@ def test_nan_and_infinity_are_refused_on_request_and_change_nothing(tmp_path: Pa
     bad = {name: tensor.clone() for name, tensor in good.items()}
     bad["b"][7] = value
     with Publisher.open(keys) as publisher:
-        with pytest.raises(TensorError, match="NaN or infinity.*'?b"):
+        with pytest.raises(TensorError, match=r"NaN or infinity.*'?b"):
             publisher.publish(bad)
         publisher.publish(good)
         with pytest.raises(TensorError, match="index 7"):

@@ -255,9 +255,9 @@ def test_a_base_that_is_not_the_runs_is_refused_before_anything_is_written(
 ) -> None:
     publish(publisher, 1)
     held = MemoryEngine({})
-    with Replica.open(keys.replace(base=str(checkpoint(tmp_path / "other", 3))), held) as replica:
-        with pytest.raises(WrongBaseError, match=r"not the run's base.*other"):
-            replica.sync(timeout=0)
+    other = keys.replace(base=str(checkpoint(tmp_path / "other", 3)))
+    with Replica.open(other, held) as replica, pytest.raises(WrongBaseError, match=r"not the run's base.*other"):
+        replica.sync(timeout=0)
     assert held.table == {}
 
 
@@ -439,7 +439,7 @@ def test_collected_versions_are_passed_by_or_named(keys: Config, publisher: Publ
             writer.publish(model(step), step=step)
         reader(keys).release("slow")  # it was silent for so long that its lease ran out
         assert writer.collect()["expired"] > 0
-        with pytest.raises(VersionExpiredError, match="version 2 has been collected|was collected"):
+        with pytest.raises(VersionExpiredError, match=r"version 2 has been collected|was collected"):
             replica.sync(exact=2, timeout=0)
         assert serves(held, 0)
         report = replica.sync(timeout=0)
@@ -690,7 +690,7 @@ def test_a_lease_keeps_what_a_replica_serves(tmp_path: Path) -> None:
 
 
 def test_a_view_that_the_run_does_not_have_is_named(keys: Config, publisher: Publisher) -> None:
-    with Replica.open(keys, engine(0), view="fp8") as replica, pytest.raises(WeightSyncError, match="fp8.*default"):
+    with Replica.open(keys, engine(0), view="fp8") as replica, pytest.raises(WeightSyncError, match=r"fp8.*default"):
         replica.sync(timeout=0)
 
 

@@ -51,9 +51,10 @@ def follow(name: str, uri: str, options: dict[str, str], base: str, out: str, af
     """A follower: keeps ``out`` at the newest version; starts once version ``after`` is there."""
     engine = find("engines", "checkpoint")(out, base=base)
     with Replica.open(uri, engine=engine, base=base, replica_id=name, store_options=options) as replica:
-        replica.sync(min_version=after, timeout=300)
+        wanted = after
         while replica.version != VERSIONS:
-            report = replica.sync(min_version=(replica.version or 0) + 1, timeout=300)
+            report = replica.sync(min_version=wanted, timeout=300)
+            wanted = report.version + 1
             print(f"{name}: version {report.version} ({report.path}), fence {report.pause_s * 1e3:.1f} ms", flush=True)
 
 

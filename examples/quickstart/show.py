@@ -128,20 +128,19 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
     figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(8, 9), sharex=True)
     steps = [row.step for row in rows]
-    top.plot(steps, [100 * row.density for row in rows], "o-", color="tab:blue")
-    top.set_ylabel("changed weights, %", color="tab:blue")
-    top.set_ylim(bottom=0)
-    size = top.twinx()
-    size.plot(steps, [row.patch_bytes / 1e6 for row in rows], "s--", color="tab:orange")
-    size.set_ylabel("patch, MB", color="tab:orange")
-    size.set_ylim(bottom=0)
     known = [row for row in rows if row.pause_ms is not None]
-    middle.plot([row.step for row in known], [row.pause_ms for row in known], "o-", color="tab:red")
-    middle.set_ylabel("longest pause, ms")
-    middle.set_ylim(bottom=0)
-    bottom.plot(steps, [row.reward for row in rows], "o-", color="tab:green")
-    bottom.set_ylabel("mean reward")
+    curve(top, steps, [100 * row.density for row in rows], "changed weights, %", "tab:blue")
+    curve(top.twinx(), steps, [row.patch_bytes / 1e6 for row in rows], "patch, MB", "tab:orange")
+    curve(middle, [row.step for row in known], [row.pause_ms or 0.0 for row in known], "longest pause, ms", "tab:red")
+    curve(bottom, steps, [row.reward for row in rows], "mean reward", "tab:green")
     bottom.set_xlabel("step")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def curve(axes: Any, x: Sequence[float], y: Sequence[float], label: str, color: str) -> None:
+    """One quantity, from 0 on."""
+    axes.plot(x, y, "o-", color=color)
+    axes.set_ylabel(label, color=color)
+    axes.set_ylim(0, 1.1 * max(y, default=0.0) or 1.0)

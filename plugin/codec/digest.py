@@ -234,7 +234,8 @@ def digest_torch(spec: TensorSpec, tensor: torch.Tensor, box: Box, chunk: int = 
     key = tensor_key(spec)
     assert tensor.ndim == 1 and tensor.numel() == box.count
     width = spec.type.width
-    words = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[width])
+    row = tensor.as_strided((box.count,), (1,))  # one element may come with any stride
+    words = row.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[width])
     per = 2 if width == 8 else 1
     mask = {1: 0xFF, 2: 0xFFFF, 4: _LOW, 8: _LOW}[width]
     lane0 = lane1 = 0

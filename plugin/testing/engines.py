@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,8 +57,9 @@ def check_engine(
     Returns the names of the claims that were checked. Raises AssertionError that begins with the claim's name.
     """
     names = list(only) or engine_claims()
+    folder = Path(checkpoint)
     for name in names:
-        world = _World(make_engine(), Checkpoint(checkpoint), changes_tensors, frozenset(frozen), request, seed)
+        world = _World(make_engine(), Checkpoint(folder), changes_tensors, frozenset(frozen), request, seed)
         try:
             _CLAIMS[name](world)
         except AssertionError as error:
@@ -170,9 +172,9 @@ def _changes_in(
     spec: TensorSpec, box: Box, at: npt.NDArray[Any], old: npt.NDArray[Any], new: npt.NDArray[Any], absolute: bool
 ) -> list[Changes]:
     found = box.find(at)
-    positions, indices = found[found >= 0], at[found >= 0]
-    order = np.argsort(positions)
-    positions, indices = positions[order].astype(np.uint32), indices[order]
+    inside = np.flatnonzero(found >= 0)
+    order = inside[np.argsort(found[inside])]
+    positions, indices = found[order].astype(np.uint32), at[order]
     if not len(positions):
         return []
     if absolute:

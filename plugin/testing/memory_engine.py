@@ -10,6 +10,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from weight_sync.codec.digest import Digest, state_digest
 from weight_sync.dtypes import DTYPES, dtype_of, dtype_of_torch
 from weight_sync.errors import DeadlineError, EngineError, EngineInDoubtError, TensorError
 from weight_sync.layout.box import Box
-from weight_sync.ports import Changes, DensePiece, Engine, PauseMode, Update
+from weight_sync.ports import DensePiece, Engine, PauseMode, Update
 from weight_sync.proto.v1 import common_pb2, replica_pb2
 from weight_sync.served import bits_of
 from weight_sync.tensors import TensorSpec
@@ -42,9 +43,9 @@ class MemoryEngine(Engine):
             state outlive the process); or a checkpoint, which is copied. bf16 and fp8 come as torch tensors.
         view: name of the view that it serves.
         fail_at: faults for tests, step to the call that fails, counted from 1. Steps are the port's verbs, which then
-            raise EngineError (pause: DeadlineError) and do nothing, and three ways in which ``commit`` goes wrong inside: ``commit:half`` stops
-            half-way and restores, ``commit:torn`` stops half-way and cannot restore, ``commit:wrong`` ends with one bit
-            flipped.
+            raise EngineError (``pause``: DeadlineError) and do nothing, and three ways in which ``commit`` goes wrong
+            inside: ``commit:half`` stops half-way and restores, ``commit:torn`` stops half-way and cannot restore,
+            ``commit:wrong`` ends with one bit flipped.
 
     Attributes:
         table: name to (spec, bits); bits are (elements,) unsigned of the element's width.
@@ -149,7 +150,8 @@ class MemoryEngine(Engine):
             bits = self.table[piece.spec.name][1]
             old, gain = write_dense(piece, bits, piece.coords)
             assert old is not None
-            undo.append(lambda p=piece, b=bits, o=old: write_dense(DensePiece(p.spec, p.coords, o), b, p.coords, False))
+            back = DensePiece(piece.spec, piece.coords, old)
+            undo.append(partial(write_dense, back, bits, piece.coords, keep_old=False))
             gained += gain
         self._torn = self._fault("commit:torn")
         if self._fault("commit:half") or self._torn:
@@ -157,7 +159,7 @@ class MemoryEngine(Engine):
         for item in update.changes:
             bits = self.table[item.spec.name][1]
             old, gain = apply_changes(item, bits, item.coords)
-            undo.append(lambda i=item, b=bits, o=old: restore_changes(i, b, i.coords, o))
+            undo.append(partial(restore_changes, item, bits, item.coords, old))
             gained += gain
         if self._fault("commit:wrong"):
             gained += self._flip_one_bit(undo)
@@ -245,7 +247,7 @@ class MemoryEngine(Engine):
         piece = DensePiece(spec, Box.run(0, spec.elements), flipped)
         old, gained = write_dense(piece, bits, piece.coords)
         assert old is not None
-        undo.append(lambda: write_dense(DensePiece(spec, piece.coords, old), bits, piece.coords, False))
+        undo.append(partial(write_dense, DensePiece(spec, piece.coords, old), bits, piece.coords, keep_old=False))
         return gained
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 
 from blake3 import blake3
 
@@ -233,9 +234,8 @@ def _ranges_of_a_shard_can_be_read(world: _World) -> None:
         found = bytes(replica.read(ref, offset, length))
         assert found == whole[offset : offset + length], f"[{offset}, {offset + length}) reads with other bytes"
     for offset, length in ((0, len(whole) + 1), (len(whole), 1), (-1, 1)):
-        _raises(
-            CorruptionError, lambda o=offset, n=length: replica.read(ref, o, n), f"a read of {length} from {offset}"
-        )  # type: ignore[misc]
+        read = partial(replica.read, ref, offset, length)
+        _raises(CorruptionError, read, f"a read of {length} bytes from {offset}")
 
 
 def _wait_ends_with_a_commit_or_at_its_limit(world: _World) -> None:
@@ -244,7 +244,7 @@ def _wait_ends_with_a_commit_or_at_its_limit(world: _World) -> None:
     assert replica.wait(None, 0.01) is None, "wait found a version that nobody published"
     found: list[int | None] = []
     for expected, after in ((0, None), (1, 0)):
-        waiting = threading.Thread(target=lambda a=after: found.append(replica.wait(a, _LIMIT_S)))  # type: ignore[misc]
+        waiting = threading.Thread(target=lambda: found.append(replica.wait(after, _LIMIT_S)))  # noqa: B023
         waiting.start()
         _publish(end, run, after)
         waiting.join(_LIMIT_S)
