@@ -1,13 +1,15 @@
 """Counting gaps within classes of the old element: the encoding half of the compact form.
 
-Owns the lanes, the counters and the walk. Owns no order of changes and no bytes (codec/compactform.py), and not the way
-back (codec/classfind.py).
+Owns the lanes, the counters and the walk by elements. Owns no order of changes and no bytes (codec/compactform.py), and
+not the way back (codec/classfind.py).
 
-A counter that is bumped for nearly every element waits for its own last store. So a region is walked in *tiles* of
-16 Ki elements, each cut into four *lanes* with counters of their own, in step: four independent chains fill the
-pipeline, and a tile stays in the cache between the comparison and the count. What is left of a region after its last
-whole tile belongs to the last lane. Counters run on from tile to tile and from region to region. Small frames have one
-lane.
+A region is walked in *tiles* of 16 Ki elements, which stay in the cache between the comparison and the count.
+Counters run on from tile to tile and from region to region. Frames have one lane, and are counted block by block with
+vector instructions (codec/classvector.py) as long as few classes hold most elements.
+
+Elements of one byte have too many classes for that, and a counter that is bumped for nearly every element waits for its
+own last store. So their large frames cut each tile into four *lanes* with counters of their own, in step: four
+independent chains fill the pipeline. What is left of a region after its last whole tile belongs to the last lane.
 """
 
 from __future__ import annotations
@@ -19,23 +21,23 @@ import numpy as np
 import numpy.typing as npt
 from numba import int64, intp, uint64
 
+from weight_sync.codec.classrule import CLASSES, class_rule, constants
+from weight_sync.codec.classvector import BLOCK, count_blocks, scratch, window
 from weight_sync.codec.diff import ChangeBuffer
 from weight_sync.codec.machine import ctz, kernel, neq_mask64
 from weight_sync.codec.ordered import flip_of, step_between
 from weight_sync.dtypes import DType
 
-__all__ = ["CLASSES", "NEVER", "QUARTER", "TILE", "ClassCounter", "class_rule", "constants", "count_known", "lanes_for"]
+__all__ = ["QUARTER", "TILE", "ClassCounter", "count_known", "lanes_for"]
 
-CLASSES = 256
-NEVER = (1 << 31) - 1  # more than a frame has elements
 TILE = 1 << 14
 QUARTER = TILE // 4
 _MANY_ELEMENTS = 1 << 20  # below, one lane: the table of counts would cost more than the time is worth
 
 
-def lanes_for(elements: int) -> int:
+def lanes_for(dtype: DType, elements: int) -> int:
     """Lanes of a frame of about so many elements."""
-    return 4 if elements >= _MANY_ELEMENTS else 1
+    return 4 if dtype.width == 1 and elements >= _MANY_ELEMENTS else 1
 
 
 class ClassCounter:
@@ -91,15 +93,11 @@ def count_known(
     base = 0
     for region in old:
         start, stop = np.searchsorted(positions, [base, base + len(region)])
-        _walk(
+        _count(
             class_rule(dtype), region, base, positions, start, stop, lanes, counter._since, counter.keys, counter.gaps
         )
         base += len(region)
     return counter
-
-
-def class_rule(dtype: DType) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return (0,) * dtype.class_shift, (0,) * dtype.class_bits
 
 
 @kernel
@@ -126,15 +124,6 @@ def _compare(
             n += 1
         i += 1
     return n
-
-
-# A class rule reaches the kernels as two tuples whose lengths are the shift and the bits of the mask: lengths are part of
-# a type, so LLVM sees constants, which cost half of what arguments cost, and Numba's cache on disk knows them apart.
-
-
-@kernel
-def constants(rule: Any) -> Any:
-    return uint64(len(rule[0])), (uint64(1) << uint64(len(rule[1]))) - uint64(1)
 
 
 @kernel
@@ -219,17 +208,50 @@ def _walk4(
 
 @kernel
 def _walk(
+    rule: Any,
+    old: Any,
+    start: Any,
+    stop: Any,
+    base: Any,
+    positions: Any,
+    at: Any,
+    end: Any,
+    lanes: Any,
+    low: Any,
+    size: Any,
+    classes: Any,
+    table: Any,
+    since: Any,
+    keys: Any,
+    gaps: Any,
+) -> None:
+    """Elements [start, stop), at most a tile; their changes are entries [at, end)."""
+    if lanes == 4 and stop - start == TILE:
+        _walk4(rule, old, start, base, positions, at, end, since, keys, gaps)
+        return
+    if lanes == 1 and size:
+        whole = stop - (stop - start) % BLOCK
+        at = count_blocks(
+            rule, old, start, whole, base, positions, at, end, low, size, classes, table, since[0], keys, gaps
+        )
+        start = whole
+    _walk1(rule, old, start, stop, base, positions, at, end, lanes - 1, lanes, since, keys, gaps)
+
+
+@kernel
+def _count(
     rule: Any, old: Any, base: Any, positions: Any, at: Any, end: Any, lanes: Any, since: Any, keys: Any, gaps: Any
 ) -> None:
-    i = 0
-    while lanes == 4 and i + TILE <= len(old):
+    """One region."""
+    low, size = window(rule, old)
+    classes, table = scratch()
+    for i in range(0, len(old), TILE):
+        until = min(i + TILE, len(old))
         stop = at
-        while stop < end and int64(positions[stop]) < base + i + TILE:
+        while stop < end and int64(positions[stop]) < base + until:
             stop += 1
-        _walk4(rule, old, i, base, positions, at, stop, since, keys, gaps)
+        _walk(rule, old, i, until, base, positions, at, stop, lanes, low, size, classes, table, since, keys, gaps)
         at = stop
-        i += TILE
-    _walk1(rule, old, i, len(old), base, positions, at, end, lanes - 1, lanes, since, keys, gaps)
 
 
 @kernel
@@ -249,16 +271,15 @@ def _scan(
     keys: Any,
     gaps: Any,
 ) -> Any:
+    low, size = window(rule, old)
+    classes, table = scratch()
     i = 0
     while i < len(old):
         stop = min(i + TILE, len(old))
         if n + stop - i > limit:
             return n, i
         end = _compare(old, new, i, stop, base, flip, positions, steps, old_bits, n)
-        if lanes == 4 and stop - i == TILE:
-            _walk4(rule, old, i, base, positions, n, end, since, keys, gaps)
-        else:
-            _walk1(rule, old, i, stop, base, positions, n, end, lanes - 1, lanes, since, keys, gaps)
+        _walk(rule, old, i, stop, base, positions, n, end, lanes, low, size, classes, table, since, keys, gaps)
         n = end
         i = stop
     return n, i

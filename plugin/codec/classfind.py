@@ -1,7 +1,7 @@
 """Finding the changes of a compact frame again, from the old elements and the gaps within their classes.
 
-Owns the walk back. Owns no counting (codec/classcount.py, which explains tiles and lanes) and no bytes
-(codec/compactform.py).
+Owns the walk back by elements. Owns no counting (codec/classcount.py, which explains tiles and lanes), no whole blocks
+of frames with one lane (codec/classvector.py) and no bytes (codec/compactform.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import int32, int64, uint32, uint64
 
-from weight_sync.codec.classcount import NEVER, QUARTER, TILE, class_rule, constants
+from weight_sync.codec.classcount import QUARTER, TILE
+from weight_sync.codec.classrule import NEVER, class_rule, constants
+from weight_sync.codec.classvector import find_blocks
 from weight_sync.codec.machine import kernel
 from weight_sync.dtypes import DType
 
@@ -131,6 +133,8 @@ def _find(
     """One region; after each tile the lanes' finds are lined up, which makes positions ascend."""
     lanes = len(left)
     i = 0
+    if lanes == 1:
+        n, i = find_blocks(rule, old, base, left[0], head[0], tail[0], values, positions, order, n)
     while True:
         whole = lanes == 4 and i + TILE <= len(old)
         for lane in range(lanes):

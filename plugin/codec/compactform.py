@@ -17,8 +17,9 @@ import numpy.typing as npt
 from numba import uint32, uint64
 
 from weight_sync.codec import classstream
-from weight_sync.codec.classcount import CLASSES, ClassCounter
+from weight_sync.codec.classcount import ClassCounter
 from weight_sync.codec.classfind import find_changes
+from weight_sync.codec.classrule import CLASSES
 from weight_sync.codec.machine import kernel
 from weight_sync.codec.stepform import Cursor, decode_large, encode_large, half_of, put_signs
 from weight_sync.dtypes import DType

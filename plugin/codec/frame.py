@@ -104,7 +104,7 @@ def encode_frame(
         assert form == common_pb2.FORM_COMPACT
         if counted is None:
             assert old is not None
-            counted = count_known(dtype, lanes_for(elements), positions, old)
+            counted = count_known(dtype, lanes_for(dtype, elements), positions, old)
         parts = encode_compact(header, given, dtype, counted)
     header.size = sum(map(len, parts))
     header.blake3 = hash16(parts)

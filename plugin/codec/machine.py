@@ -1,7 +1,6 @@
 """The few machine instructions that Numba does not offer, and how kernels are compiled.
 
-Owns `kernel` (one way to compile), count-trailing-zeros, unaligned loads and the 64-wide comparison mask. Owns no
-format.
+Owns `kernel` (one way to compile), bit counts, unaligned loads and the comparisons of 64 elements at once. Owns no format.
 
 Kernels release the GIL and never use Numba's own threads: a process that forks after those have started dies. The
 vector types below are plain LLVM IR, so they run on any target; on AVX2 and AVX-512 a mask costs a few instructions
@@ -18,7 +17,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = ["ctz", "kernel", "load64", "neq_mask64"]
+__all__ = ["ctz", "eq_mask64", "kernel", "load64", "narrow64", "neq_mask64", "out_mask64", "popcount"]
+
+
+_BYTES64 = ir.VectorType(ir.IntType(8), 64)
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,17 +41,85 @@ def _ctz(typing_context: Any, value: Any) -> Any:
 
 
 @intrinsic
+def _popcount(typing_context: Any, value: Any) -> Any:
+    """Set bits of a uint64."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.uint64(types.uint64), generate
+
+
+def _pointer64(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
+    """To the 64 neighbours from ``array[at]`` on, as one vector."""
+    data = context.make_array(kind)(context, builder, array).data
+    vector = ir.VectorType(context.get_data_type(kind.dtype), 64)
+    return builder.bitcast(builder.gep(data, [at]), vector.as_pointer())
+
+
+def _splat64(builder: Any, value: Any) -> Any:
+    """64 times the low byte of ``value``."""
+    none = ir.Constant(_BYTES64, ir.Undefined)
+    first = builder.insert_element(none, builder.trunc(value, ir.IntType(8)), ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, none, ir.Constant(ir.VectorType(ir.IntType(32), 64), [0] * 64))
+
+
+@intrinsic
+def _narrow64(typing_context: Any, rule: Any, source: Any, start: Any, out: Any, at: Any) -> Any:
+    """``out[at + k] = (source[start + k] >> shift) & mask`` for k < 64; ``out`` is uint8. The rule is two tuples, whose
+    lengths are the shift and the bits of the mask. The caller owns the bounds.
+    """
+    shift, bits = (len(part) for part in rule)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        item = context.get_data_type(signature.args[1].dtype)
+        wide = ir.VectorType(item, 64)
+        pointer = _pointer64(context, builder, signature.args[1], args[1], args[2])
+        codes = builder.lshr(builder.load(pointer, align=item.width // 8), ir.Constant(wide, [shift] * 64))
+        classes = builder.and_(codes, ir.Constant(wide, [(1 << bits) - 1] * 64))
+        if item.width > 8:
+            classes = builder.trunc(classes, _BYTES64)
+        builder.store(classes, _pointer64(context, builder, signature.args[3], args[3], args[4]), align=1)
+        return context.get_dummy_value()
+
+    return types.void(rule, source, types.intp, out, types.intp), generate
+
+
+@intrinsic
+def _eq_mask64(typing_context: Any, a: Any, start: Any, value: Any) -> Any:
+    """Bit k is set when ``a[start + k] == value``, for k < 64; ``a`` is uint8. The caller owns the bounds."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        found = builder.load(_pointer64(context, builder, signature.args[0], args[0], args[1]), align=1)
+        return builder.bitcast(builder.icmp_unsigned("==", found, _splat64(builder, args[2])), ir.IntType(64))
+
+    return types.uint64(a, types.intp, types.uint64), generate
+
+
+@intrinsic
+def _out_mask64(typing_context: Any, a: Any, start: Any, low: Any, size: Any) -> Any:
+    """Bit k is set when ``a[start + k]`` is not in [low, low + size), for k < 64; ``a`` is uint8, size at most 255. The
+    caller owns the bounds.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        found = builder.load(_pointer64(context, builder, signature.args[0], args[0], args[1]), align=1)
+        above = builder.sub(found, _splat64(builder, args[2]))  # wraps below ``low``
+        return builder.bitcast(builder.icmp_unsigned(">=", above, _splat64(builder, args[3])), ir.IntType(64))
+
+    return types.uint64(a, types.intp, types.uint64, types.uint64), generate
+
+
+@intrinsic
 def _neq_mask64(typing_context: Any, a: Any, b: Any, start: Any) -> Any:
     """Bit k is set when ``a[start + k] != b[start + k]``, for k < 64. The caller owns the bounds."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        item = context.get_data_type(signature.args[0].dtype)
-        vector = ir.VectorType(item, 64).as_pointer()
+        align = context.get_data_type(signature.args[0].dtype).width // 8
         loaded = []
         for which in (0, 1):
-            array = context.make_array(signature.args[which])(context, builder, args[which])
-            pointer = builder.bitcast(builder.gep(array.data, [args[2]]), vector)
-            loaded.append(builder.load(pointer, align=item.width // 8))
+            pointer = _pointer64(context, builder, signature.args[which], args[which], args[2])
+            loaded.append(builder.load(pointer, align=align))
         return builder.bitcast(builder.icmp_unsigned("!=", *loaded), ir.IntType(64))
 
     return types.uint64(a, b, types.intp), generate
@@ -72,3 +142,7 @@ def _load64(typing_context: Any, data: Any, at: Any) -> Any:
 load64: Any = _load64
 ctz: Any = _ctz  # what kernels call has another signature than what generates it
 neq_mask64: Any = _neq_mask64
+eq_mask64: Any = _eq_mask64
+out_mask64: Any = _out_mask64
+narrow64: Any = _narrow64
+popcount: Any = _popcount

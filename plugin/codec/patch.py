@@ -178,7 +178,7 @@ def _encode_spans(spans: list[_Span], forms: Sequence[common_pb2.Form], refuse_n
     counter = None
     if common_pb2.FORM_COMPACT in forms and on_host:
         out = ChangeBuffer(dtype, max(min(FRAME_CHANGES, elements), min(TILE, elements)))
-        counter = ClassCounter(dtype, lanes_for(elements), out.capacity)
+        counter = ClassCounter(dtype, lanes_for(dtype, elements), out.capacity)
     used: list[_Span] = []
     base = 0
     for span in spans:
