@@ -51,11 +51,11 @@ def found_again(dtype, regions, keys, gaps):
     return positions
 
 
-@pytest.mark.parametrize("name", ["BF16", "F16", "F32", "F64", "I16", "F8_E4M3"])
+@pytest.mark.parametrize("name", ["BF16", "F32", "F64", "F8_E4M3"])
 def test_vector_walks_count_as_defined_and_finding_inverts(name):
     dtype = DTYPES[name]
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=15, deadline=None)
     @given(
         st.integers(0, 2**32),
         st.lists(st.sampled_from([0, 1, 63, 1000, 1023, 1024, 1025, 2048, 5003, 17000]), min_size=1, max_size=4),
