@@ -22,7 +22,7 @@ from weight_sync.ports import ReplicaEnd
 from weight_sync.proto.v1 import manifest_pb2
 from weight_sync.tensors import TensorSpec
 
-__all__ = ["choose_target", "may_pass", "recognise", "table_difference", "was_version"]
+__all__ = ["choose_target", "may_pass", "recognise", "table_difference"]
 
 _LOOKED_AT = 256  # newest versions that an engine's digest is compared with
 
@@ -70,12 +70,6 @@ def recognise(end: ReplicaEnd, view: str, digest: Digest, head: int) -> manifest
         if any(part.name == view and part.digest == wanted for part in manifest.views):
             return manifest
     return None
-
-
-def was_version(end: ReplicaEnd, view: str, digest: Digest) -> bool:
-    """Whether any version of the run has this digest, collected ones included; reads the whole log."""
-    wanted = digest.to_proto()
-    return any(part.name == view and part.digest == wanted for entry in end.entries() for part in entry.views)
 
 
 def may_pass(error: WeightSyncError, serving: bool, again: bool) -> bool:

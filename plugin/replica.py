@@ -31,7 +31,7 @@ from weight_sync.errors import (
     WeightSyncError,
 )
 from weight_sync.fence import Fence
-from weight_sync.following import choose_target, may_pass, recognise, table_difference, was_version
+from weight_sync.following import choose_target, may_pass, recognise, table_difference
 from weight_sync.history import History, table_of, view_of
 from weight_sync.ports import Engine, PauseMode, ReplicaEnd, Transport
 from weight_sync.proto.v1 import manifest_pb2, replica_pb2, trajectory_pb2
@@ -283,21 +283,15 @@ class Replica:
             self._fence.take(found)
         else:
             if self._fence.state != State.REPLICA_STATE_IN_DOUBT:  # then it did fit, and may be half-way
-                self._check_table(description, table, end, digest)
+                self._check_table(description, table)
             if digest is not None and self._fence.served is None:
                 self._fence.shut()
         self._looked = (run, doubts)
 
-    def _check_table(
-        self,
-        description: replica_pb2.EngineDescription,
-        run: Sequence[TensorSpec],
-        end: ReplicaEnd,
-        digest: Digest | None,
-    ) -> None:
+    def _check_table(self, description: replica_pb2.EngineDescription, run: Sequence[TensorSpec]) -> None:
         mine = tuple(TensorSpec.from_proto(spec) for spec in description.tensors)
         lines = table_difference(mine, run) if mine else []  # an engine that lists nothing takes any table
-        if lines and not (digest is not None and was_version(end, self.config.view, digest)):
+        if lines and not description.changes_tensors:
             raise EngineError(
                 "the engine holds another model than the run", field="tensors",
                 found="; ".join(lines[:5]) + (f"; and {len(lines) - 5} more" if len(lines) > 5 else ""),

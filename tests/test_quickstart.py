@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import weight_sync
@@ -25,10 +27,16 @@ from weight_sync.config import load
 from weight_sync.proto.v1 import manifest_pb2
 from weight_sync.transport.file import FileTransport
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 RUN = Path(__file__).parents[1] / "examples" / "quickstart" / "run.py"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example's modules can be imported, as its own scripts do."""
+    monkeypatch.syspath_prepend(str(RUN.parent))
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +180,69 @@ def test_another_model_in_the_same_folder_is_refused(cache: Path, folder: Path, 
     )
     assert done.returncode == 1 and "ForkRequiredError: base is not the base of this run" in done.stderr
     assert versions(folder) == before
+
+
+# --- its parts -------------------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_that_loads_its_state_goes_on_bit_for_bit(example: None, tmp_path: Path) -> None:
+    from grpo import Sample, Trainer
+
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).bfloat16().float()
+    samples = [Sample([1, 2, 3], [4 + k, 5], [-3.0, -4.0], "g", reward=float(k)) for k in range(2)]
+    one = Trainer(copy.deepcopy(model), torch.bfloat16, 1e-3, seed=0)
+    one.train(samples)
+    one.save(tmp_path / "state.safetensors")
+    other = Trainer(copy.deepcopy(model), torch.bfloat16, 1e-3, seed=1)
+    other.load(tmp_path / "state.safetensors")
+    for trainer in (one, other):
+        trainer.train(samples)
+        assert trainer.step == 2
+    changed = 0
+    for (name, held), wanted, before in zip(
+        other.model.named_parameters(), one.model.parameters(), model.parameters(), strict=True
+    ):
+        assert torch.equal(held, wanted) and torch.equal(other.masters[name], one.masters[name])
+        assert torch.equal(held, other.masters[name].bfloat16().float())
+        changed += int((held != before).sum())
+    assert changed
+
+
+@pytest.mark.parametrize("served", [torch.bfloat16, torch.float16, torch.float32])
+def test_masters_round_to_the_checkpoint_and_fill_the_space_between_its_numbers(
+    example: None, served: torch.dtype
+) -> None:
+    from grpo import spread
+
+    torch.manual_seed(0)
+    weights = (torch.randn(10_000) * 0.05).to(served).float()
+    weights[:3] = torch.tensor([0.0, 1.0, -2.0])  # below a power of two the neighbours are nearer
+    masters = spread(weights, served)
+    assert torch.equal(masters.to(served).float(), weights)
+    share = float((masters != weights).float().mean())
+    assert share > 0.95 if served is not torch.float32 else share == 0
+
+
+def test_dequantised_zeros_become_small_numbers_and_nothing_else_changes(example: None) -> None:
+    from model import without_zeros
+
+    weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).mul(3).round() / 8
+    fixed = without_zeros(weight)
+    assert (weight == 0).any() and (fixed != 0).all()
+    assert torch.equal(fixed[weight != 0], weight[weight != 0]) and fixed[weight == 0].abs().max() <= 1 / 16
+    assert without_zeros(torch.zeros(2, 32)).eq(0).all() and without_zeros(torch.zeros(5)).eq(0).all()
+
+
+def test_rewards_want_the_capital_and_few_words(example: None) -> None:
+    from task import Capitals, Letters
+
+    asked = next(question for question in Capitals().questions("0") if question.answer == "Paris")
+    rewards = [
+        Capitals().reward(asked, text) for text in ("Paris", "It is Paris.", "The capital is Rome.", "", "Parisian")
+    ]
+    assert rewards == [1.0, 0.8, 0.0, 0.0, 0.0]
+    assert Letters().reward(asked, "abCD") == 0.5

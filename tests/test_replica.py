@@ -240,7 +240,7 @@ def test_bits_of_no_version_are_not_served_until_they_are_replaced(keys: Config,
 def test_another_model_is_refused_with_what_differs(keys: Config, publisher: Publisher) -> None:
     other = {**model(0), "extra": torch.zeros(2), "norm": torch.zeros(3)}
     del other["flags"]
-    held = MemoryEngine(other)
+    held = MemoryEngine(other, changes_tensors=False)
     with Replica.open(keys, held, replica_id="r") as replica:
         with pytest.raises(
             EngineError, match=r"lacks 'flags'; the run lacks 'extra'; 'norm' is F32 \[3\] in the engine"
@@ -661,7 +661,7 @@ def test_waiting_for_a_version_notices_a_fork(keys: Config, publisher: Publisher
 
 
 def test_a_fork_that_an_engine_cannot_serve_leaves_it_where_it_was(keys: Config, publisher: Publisher) -> None:
-    held = engine(0)
+    held = engine(0, changes_tensors=False)
     publish(publisher, 1)
     with Replica.open(keys, held) as replica:
         replica.sync(timeout=0)

@@ -66,6 +66,11 @@ def test_the_reference_engine_keeps_every_promise(claim: str, checkpoint: Path) 
     assert done == [claim]
 
 
+@pytest.mark.parametrize("claim", engine_claims())
+def test_the_reference_engine_with_fixed_tensors_does_too(claim: str, checkpoint: Path) -> None:
+    check_engine(lambda: MemoryEngine(checkpoint, changes_tensors=False), checkpoint, only=[claim])
+
+
 def test_an_engine_that_holds_nothing_yet_is_filled(checkpoint: Path) -> None:
     check_engine(lambda: MemoryEngine({}), checkpoint, changes_tensors=True, only=["patches_give_exact_bits"])
 

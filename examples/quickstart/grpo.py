@@ -60,8 +60,8 @@ class Trainer:
         self.step += 1
         self.optimizer.param_groups[0]["lr"] = self.lr * min(1.0, self.step / WARM_UP)
         for name, parameter in self.parameters.items():
-            assert parameter.grad is not None
-            self.masters[name].grad, parameter.grad = parameter.grad.float(), None
+            grad, parameter.grad = parameter.grad, None  # None: an expert that no token was routed to
+            self.masters[name].grad = torch.zeros_like(self.masters[name]) if grad is None else grad.float()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._round()

@@ -37,7 +37,7 @@ _MANY_ELEMENTS = 1 << 20  # below, one lane: the table of counts would cost more
 
 def lanes_for(dtype: DType, elements: int) -> int:
     """Lanes of a frame of about so many elements."""
-    return 4 if dtype.width == 1 and elements >= _MANY_ELEMENTS else 1
+    return 4 if dtype.width == 1 and dtype.class_bits and elements >= _MANY_ELEMENTS else 1
 
 
 class ClassCounter:
@@ -90,6 +90,10 @@ def count_known(
 ) -> ClassCounter:
     """The counts of changes that are known already; ``old``: per region all its elements before the change."""
     counter = ClassCounter(dtype, lanes, len(positions))
+    if not dtype.class_bits and lanes == 1:  # one class: its gaps are the gaps of positions
+        counter.keys[:] = 0
+        counter.gaps[:] = np.diff(positions.astype(np.int64), prepend=-1) - 1
+        return counter
     base = 0
     for region in old:
         start, stop = np.searchsorted(positions, [base, base + len(region)])

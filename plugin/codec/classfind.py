@@ -168,6 +168,11 @@ def find_changes(
             when the old elements are the right ones.
         values: (changes,) 2 * gap + sign, class by class.
     """
+    if not dtype.class_bits and len(head) == 1:  # one class: its gaps are the gaps of positions
+        at = np.cumsum((values >> 1).astype(np.int64) + 1) - 1
+        if not len(at) or at[-1] < sum(map(len, old)):
+            head[:] = tail
+        return at.astype(np.uint32), np.arange(len(values))
     left = np.full(head.shape, NEVER, np.int32)
     live = head < tail
     left[live] = (values[head[live]] >> 1).astype(np.int32)

@@ -174,9 +174,9 @@ def _encode_spans(spans: list[_Span], forms: Sequence[common_pb2.Form], refuse_n
     """One frame, or several when the changes do not fit one."""
     dtype, elements = spans[0].piece.spec.type, sum(span.stop - span.start for span in spans)
     out = ChangeBuffer(dtype, min(FRAME_CHANGES, elements))
-    on_host = all(span.piece.diff is None for span in spans)
+    fused = dtype.class_bits > 0 and all(span.piece.diff is None for span in spans)
     counter = None
-    if common_pb2.FORM_COMPACT in forms and on_host:
+    if common_pb2.FORM_COMPACT in forms and fused:
         out = ChangeBuffer(dtype, max(min(FRAME_CHANGES, elements), min(TILE, elements)))
         counter = ClassCounter(dtype, lanes_for(dtype, elements), out.capacity)
     used: list[_Span] = []

@@ -197,6 +197,8 @@ def _columns(spec: TensorSpec) -> list[Box]:
 
 def _describe_tells_what_is_held(world: _World) -> None:
     description = world.engine.describe()
+    told = description.changes_tensors == world.changes_tensors
+    assert told or not description.tensors, f"describe says changes_tensors is {description.changes_tensors}"
     if description.HasField("digest"):
         world.holds(Digest.from_proto(description.digest), world.base, "describe")
         world.holds(world.engine.audit(), world.base, "audit")

@@ -42,6 +42,7 @@ class MemoryEngine(Engine):
         tensors: contiguous CPU tensors or NumPy arrays by checkpoint name, written in place (a ``np.memmap`` makes the
             state outlive the process); or a checkpoint, which is copied. bf16 and fp8 come as torch tensors.
         view: name of the view that it serves.
+        changes_tensors: whether it takes versions with other tensors; engines that compute in place do not.
         fail_at: faults for tests, step to the call that fails, counted from 1. Steps are the port's verbs, which then
             raise EngineError (``pause``: DeadlineError) and do nothing, and three ways in which ``commit`` goes wrong
             inside: ``commit:half`` stops half-way and restores, ``commit:torn`` stops half-way and cannot restore,
@@ -60,9 +61,10 @@ class MemoryEngine(Engine):
         tensors: Tensors | str | os.PathLike[str],
         view: str = "default",
         *,
+        changes_tensors: bool = True,
         fail_at: Mapping[str, int] | None = None,
     ) -> None:
-        self.view = view
+        self.view, self.changes_tensors = view, changes_tensors
         self.table: dict[str, tuple[TensorSpec, npt.NDArray[Any]]] = _table_of(tensors)
         self.admits = True
         self.announced: common_pb2.VersionId | None = None
@@ -82,7 +84,7 @@ class MemoryEngine(Engine):
         description = replica_pb2.EngineDescription(
             engine_id="memory", kind="memory", view=self.view, complete=True, host=socket.gethostname(),
             tensors=[spec.to_proto() for _, (spec, _) in sorted(self.table.items())],
-            forms=[common_pb2.FORM_STEP, common_pb2.FORM_ABSOLUTE],
+            forms=[common_pb2.FORM_STEP, common_pb2.FORM_ABSOLUTE], changes_tensors=self.changes_tensors,
         )  # fmt: skip
         description.digest.CopyFrom(self._recomputed().to_proto())
         return description
@@ -104,6 +106,8 @@ class MemoryEngine(Engine):
         if self._digest is None and not update.full:
             raise EngineError("the digest of what is held is not known", do="call describe or audit, then stage again")
         specs = {spec.name: spec for spec in update.tensors}
+        if not self.changes_tensors and specs != {name: spec for name, (spec, _) in self.table.items()}:
+            raise EngineError("the version has other tensors", do="start the engine from a checkpoint of that version")
         pieces = list(update.dense())  # may read the store
         arriving: Counter[TensorSpec] = Counter()
         for piece in pieces:
