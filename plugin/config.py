@@ -182,7 +182,9 @@ def load(source: Mapping[str, Any] | str | Path, **overrides: Any) -> Config:
 
 
 def _config_error(error: ValidationError) -> ConfigError:
-    first = error.errors()[0]
+    found = error.errors()
+    # a misspelt key often is why another one is missing
+    first = next((item for item in found if item["type"] == "extra_forbidden"), found[0])
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         return cause

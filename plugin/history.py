@@ -156,7 +156,7 @@ class History:
             try:
                 return check(read())
             except CorruptionError as error:
-                raise type(error)(f"{what}: {error.what}", field=error.field, found=error.found, expected=error.expected,
+                raise type(error)(f"{what}: {error.what}", field=error.field, found=error.found,
                                   do="the store itself is bad: publish an anchor, or restore the object") from error  # fmt: skip
 
     def head(self, manifest: manifest_pb2.VersionManifest, ref: manifest_pb2.ShardRef) -> ShardHead:

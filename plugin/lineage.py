@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from weight_sync.codec.digest import Digest, header_digest
 from weight_sync.config import Config
+from weight_sync.errors import InputError
 from weight_sync.history import table_of, view_of
 from weight_sync.ports import OpenedRun
 from weight_sync.proto.v1 import manifest_pb2, report_pb2
@@ -41,6 +42,17 @@ def anchor_due(
     if config.anchor_share and patch_bytes > config.anchor_share * state_bytes:
         return f"patches since the last full state hold {patch_bytes} bytes, more than {config.anchor_share:g} of it"
     return ""
+
+
+def check_labels(step: object, metadata: Mapping[str, str]) -> None:
+    """Raises InputError when a version cannot carry these: it is said before anything is sent."""
+    if step is not None and not (isinstance(step, int) and -(1 << 63) <= step < 1 << 63):
+        raise InputError("not a step", field="step", found=step, expected="an int of 64 bits, or None")
+    for key, value in metadata.items():
+        if not (isinstance(key, str) and isinstance(value, str)):
+            raise InputError(
+                "not text", field=f"metadata[{key!r}]", found=value, expected="str to str", do="pass str(value)"
+            )
 
 
 def check_step(head_step: int | None, step: int | None) -> str:

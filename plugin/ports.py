@@ -254,7 +254,7 @@ class Update:
         target: the version reached.
         digest: of the target's whole state.
         tensors: the target's table, sorted by name.
-        changes: sparse part, already decoded and checked.
+        changes: sparse part, already decoded and checked; applied after the dense part, which it continues.
         dense: yields whole tensors that appeared or changed shape; for ``full`` updates all tensors. May read the
             store each time it is called; may be called again.
         removed: names that the target lacks.
@@ -299,7 +299,7 @@ class Engine(Protocol):
         """
 
     def rollback(self) -> Digest:
-        """Inside the fence: restores the bits before the last commit; returns their digest.
+        """Inside the fence: restores the bits before the last commit; returns their digest. May be called again.
 
         Raises EngineInDoubtError when the undo log is gone.
         """
@@ -308,7 +308,10 @@ class Engine(Protocol):
         """Recomputes the digest of the whole state from the bits in place."""
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
-        """Closes admission and settles requests in flight. Raises DeadlineError; admission is open again then."""
+        """Closes admission and settles requests in flight; an engine that is paused stays so.
+
+        Raises DeadlineError; admission is as before then.
+        """
 
     def resume(self) -> None:
         """Opens admission."""

@@ -34,7 +34,7 @@ from weight_sync.errors import (
 )
 from weight_sync.group import default_group
 from weight_sync.history import History, view_of
-from weight_sync.lineage import Ledger, anchor_due, check_step
+from weight_sync.lineage import Ledger, anchor_due, check_labels, check_step
 from weight_sync.opening import base_digests, open_run, ship_base
 from weight_sync.ports import Fate, Group, OpenedRun, PublisherEnd
 from weight_sync.proto.v1 import common_pb2, manifest_pb2, replica_pb2, report_pb2, trajectory_pb2
@@ -166,7 +166,7 @@ class Publisher:
         """
         self.settle()
         started = time.perf_counter()
-        offer = _Offer(source, step, cast)
+        offer = _Offer(source, step, metadata or {}, cast)
         plan = report_pb2.RoundPlan.FromString(
             together(self.group, lambda: offer.open(self._ledger, self._work), self._plan)
         )
@@ -363,12 +363,14 @@ class _Offer:
 
     source: Source
     step: int | None
+    metadata: Mapping[str, str]
     cast: bool
     named: Any = None
     storages: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def open(self, ledger: Ledger, work: RankWork) -> bytes:
         """The checks that need no other rank; tells whether the view has to be learnt."""
+        check_labels(self.step, self.metadata)
         reason = check_step(ledger.step, self.step)
         if reason:
             raise ForkRequiredError(reason, field="step", found=self.step, expected=f"above {ledger.step}",

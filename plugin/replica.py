@@ -24,6 +24,7 @@ from weight_sync.codec.digest import Digest
 from weight_sync.config import Config, crash_point
 from weight_sync.errors import (
     EngineError,
+    InputError,
     StoreError,
     VersionExpiredError,
     VersionMissingError,
@@ -83,6 +84,9 @@ class Replica:
 
         Raises ConfigError and StoreError. Nothing is fetched before `sync`.
         """
+        if not all(callable(getattr(engine, verb, None)) for verb in ("describe", "stage", "commit", "rollback")):
+            raise InputError("not an engine", field="engine", found=type(engine).__name__,
+                             expected="an implementation of weight_sync.ports.Engine")  # fmt: skip
         config = uri.replace(**keys) if isinstance(uri, Config) else configuration.load({"uri": uri, **keys})
         return cls(config, open_transport(config), engine)
 

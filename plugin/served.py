@@ -80,13 +80,19 @@ def named_source(source: Source) -> torch.nn.Module | dict[str, torch.Tensor]:
 
     if isinstance(source, torch.nn.Module):
         return source
+    if not isinstance(source, Mapping | Iterable) or isinstance(source, str | bytes | torch.Tensor):
+        raise TensorError(
+            "not something to publish", field="source", found=type(source).__name__,
+            expected="a torch module, a mapping of names to tensors, or pairs of them",
+        )  # fmt: skip
     pairs = source.items() if isinstance(source, Mapping) else source
     named: dict[str, torch.Tensor] = {}
     for name, tensor in pairs:
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise TensorError(
-                "not a named tensor", field=repr(name), found=type(tensor).__name__, expected="torch.Tensor"
-            )
+                "not a named tensor", field=repr(name), found=f"{type(name).__name__} and {type(tensor).__name__}",
+                expected="str and torch.Tensor",
+            )  # fmt: skip
         if name in named:
             raise TensorError("tensor is offered twice", field="name", found=name, do="publish each tensor once")
         named[name] = tensor

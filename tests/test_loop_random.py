@@ -17,7 +17,7 @@ from loop import digest_of, model, same_bits
 from weight_sync import Publisher, Replica
 from weight_sync.codec.digest import Digest, state_digest
 from weight_sync.config import Config
-from weight_sync.errors import EngineError, StoreUnavailableError, VersionError, WeightSyncError
+from weight_sync.errors import CorruptionError, EngineError, StoreUnavailableError, VersionError, WeightSyncError
 from weight_sync.ports import Fate, ShardBytes
 from weight_sync.proto.v1 import manifest_pb2
 from weight_sync.testing import MemoryEngine
@@ -136,7 +136,7 @@ class World:
         before = self.publisher.version
         try:
             report = self.publisher.publish(self.tensors, step=self.step, cast=False)
-        except StoreUnavailableError:
+        except (StoreUnavailableError, CorruptionError):
             assert self.weather.bad
             return
         assert report is not None and report.digest == digest_of(self.tensors)

@@ -182,6 +182,14 @@ def test_another_model_in_the_same_folder_is_refused(cache: Path, folder: Path, 
     assert versions(folder) == before
 
 
+def test_a_trainer_whose_state_is_gone_does_not_overwrite_the_run(cache: Path, folder: Path) -> None:
+    (folder / "trainer.safetensors").unlink()
+    before = versions(folder)
+    done = subprocess.run(command(folder), env=environment(cache), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 1 and "ForkRequiredError: the trainer's state is gone" in done.stderr
+    assert versions(folder) == before
+
+
 # --- its parts -------------------------------------------------------------------------------------------------------
 
 

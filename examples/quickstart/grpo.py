@@ -72,7 +72,10 @@ class Trainer:
             parameter.copy_(self.masters[name].to(self.served))
 
     def save(self, path: Path) -> None:
-        """Masters, moments and step as one safetensors file, which appears complete or not at all."""
+        """Masters, moments and step as one safetensors file.
+
+        It appears complete or not at all when the process is killed; not forced to disk, so a power cut may take it.
+        """
         tensors: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             state = self.optimizer.state[master]

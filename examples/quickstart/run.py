@@ -26,6 +26,7 @@ from show import LiveTable, Row, plot, print_summary, read_rows, write_rows
 from workers import Inbox, RolloutError, Rollouts, staleness
 
 import weight_sync
+from weight_sync.errors import ForkRequiredError
 
 PATIENCE_S = 600.0  # longest wait for a batch, and for the last version to be served
 
@@ -67,11 +68,20 @@ class Run:
     def __init__(self, options: argparse.Namespace, base: Path, publisher: weight_sync.Publisher) -> None:
         self.options, self.publisher = options, publisher
         self.state, self.history = options.dir / "trainer.safetensors", options.dir / "steps.jsonl"
-        lr = options.lr or (1e-4 if options.tiny else 6e-6)
+        lr = options.lr if options.lr is not None else 1e-4 if options.tiny else 6e-6
         self.trainer = Trainer(load(base), served_dtype(base), lr, options.seed)
         if self.state.exists():
             self.trainer.load(self.state)
-        if self.trainer.step > (publisher.step or 0):
+        published = 0 if publisher.step is None else publisher.step  # the base has no step
+        if self.trainer.step < published:
+            raise ForkRequiredError(
+                "the trainer's state is gone, or older than the store",
+                field=str(self.state),
+                found=self.trainer.step,
+                expected=published,
+                do=f"remove {options.dir} to start anew",
+            )
+        if self.trainer.step > published:
             publisher.publish(self.trainer.model, step=self.trainer.step)
         self.rows = read_rows(self.history)
         self.inbox = Inbox(options.prompts, options.group, options.max_staleness)

@@ -119,4 +119,5 @@ def _show(out: Output, findings: Findings, deep: bool) -> None:
     what = f"{findings.versions} versions, {findings.objects} objects, {size(findings.bytes)}"
     if deep:
         what += f", {sum(map(len, findings.replayed.values()))} states rebuilt"
-    out.text(f"{what}: {'all is well' if not findings.faults else f'{len(findings.faults)} faults'}")
+    well = "all is well" if deep else "all is well as far as sizes and heads tell; --deep reads the contents"
+    out.text(f"{what}: {f'{len(findings.faults)} faults' if findings.faults else well}")

@@ -128,8 +128,9 @@ def decode_frame(
     compact frame was made from other elements. Allocates in proportion to the payload and the announced changes.
     """
     if len(payload) != header.size or hash16([payload]) != header.blake3:
-        raise CorruptionError("frame differs from its hash", field="blake3", found=len(payload), expected=header.size,
-                              do="fetch it again")  # fmt: skip
+        raise CorruptionError("frame differs from its hash", field="blake3",
+                              found=f"{hash16([payload]).hex()} of {len(payload)} bytes",
+                              expected=f"{header.blake3.hex()} of {header.size} bytes", do="fetch it again")  # fmt: skip
     boxes, dtype = frame_boxes(header, specs)
     if form == common_pb2.FORM_STEP:
         positions, given = decode_step(header, payload, dtype)
