@@ -119,7 +119,7 @@ class DeviceMemory:
 
     def digest(self, spec: TensorSpec, coords: Box, place: Box, threads: int) -> Digest:
         # digest_torch sees bits only, so the integer view stands for the tensor's own dtype
-        return digest_torch(spec, self._view(place).reshape(-1), coords)
+        return digest_torch(spec, self._view(place).reshape(-1).contiguous(), coords)
 
     def scatter(self, changes: Changes, place: Box) -> Scatter:
         indices = torch.from_numpy(place.indices(changes.positions)).to(self.flat.device)

@@ -234,7 +234,7 @@ def digest_torch(spec: TensorSpec, tensor: torch.Tensor, box: Box, chunk: int = 
     key = tensor_key(spec)
     assert tensor.ndim == 1 and tensor.numel() == box.count
     width = spec.type.width
-    row = tensor.as_strided((box.count,), (1,))  # one element may come with any stride
+    row = tensor.contiguous().as_strided((box.count,), (1,))  # one element is contiguous with any stride
     words = row.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[width])
     per = 2 if width == 8 else 1
     mask = {1: 0xFF, 2: 0xFFFF, 4: _LOW, 8: _LOW}[width]
