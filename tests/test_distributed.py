@@ -145,6 +145,26 @@ def test_a_job_of_another_size_continues_the_run(tmp_path: Path) -> None:
     assert same_bits(follow_fresh(keys)[0], parts(4))
 
 
+def publish_behind(say: Say, keys: Config) -> None:
+    """The next step's collectives of the host run while a version is on its way."""
+    with Publisher.open(keys) as publisher:
+        for step in (1, 2, 3):
+            assert publisher.publish(shards(step, True), step=step) is None
+            total = torch.ones(1000)
+            dist.all_reduce(total)
+            assert total.eq(dist.get_world_size()).all()
+        report = publisher.settle()
+        assert report is not None
+        say(f"{report.version} {report.digest}")
+
+
+def test_versions_on_their_way_do_not_meet_the_hosts_own_collectives(tmp_path: Path) -> None:
+    keys = config(tmp_path, overlap=True)
+    said = finished(launch(tmp_path, 2, publish_behind, keys))
+    assert said == [[f"2 {digest_of(whole(3))}"]] * 2
+    assert same_bits(follow_fresh(keys)[0], whole(3))
+
+
 def publish_small(say: Say, keys: Config, steps: Sequence[int]) -> None:
     with Publisher.open(keys) as publisher:
         for step in steps:

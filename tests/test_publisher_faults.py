@@ -15,6 +15,7 @@ from weight_sync import Publisher
 from weight_sync.config import Config
 from weight_sync.errors import (
     CorruptionError,
+    DeadlineError,
     EpochFencedError,
     ForkRequiredError,
     LineageError,
@@ -271,6 +272,20 @@ def test_a_collection_that_fails_does_not_fail_the_publish(tmp_path: Path, fault
     check_store(keys, 4)
 
 
+def test_garbage_from_a_replica_does_not_stop_the_trainer(tmp_path: Path) -> None:
+    keys = config(tmp_path, base=str(checkpoint(tmp_path / "base")))
+    with Publisher.open(keys) as publisher:
+        Store(keys).put(f"{publisher.run_id}/wants/evil.pb", b"\xff\xff")
+        Store(keys).put(f"{publisher.run_id}/acks/evil.pb", b"\xff\xff")
+        Store(keys).put(f"{publisher.run_id}/leases/evil.pb", b"\xff\xff")
+        for step in (1, 2):
+            report = publisher.publish(model(step), step=step)
+            assert report is not None and report.kind == "PATCH"
+        assert "not a" in next(message.error for message in publisher.acknowledgements())
+        assert publisher.collect()["unreadable_leases"] == 1
+    check_store(keys, 2)
+
+
 # --- in the background ---
 
 
@@ -299,6 +314,25 @@ def test_an_error_in_the_background_surfaces_at_the_next_call_and_nothing_is_los
             publisher.settle()
         assert publisher.settle() == report  # told once
     check_store(keys, 3)
+
+
+def test_waiting_for_the_version_in_flight_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_again = threading.Event()
+    put = FilePublisherEnd.put_shard
+
+    def slow(end: FilePublisherEnd, number: int, shard: ShardBytes) -> manifest_pb2.ShardRef:
+        assert open_again.wait(60)
+        return put(end, number, shard)
+
+    monkeypatch.setattr(FilePublisherEnd, "put_shard", slow)
+    with Publisher.open(config(tmp_path, overlap=True)) as publisher:
+        publisher.publish(model(1), step=1)
+        for _ in range(2):
+            with pytest.raises(DeadlineError):
+                publisher.settle(timeout=0.01)
+        open_again.set()
+        report = publisher.settle()
+        assert report is not None and report.digest == digest_of(model(1))
 
 
 def test_closing_tells_that_the_version_in_flight_failed(tmp_path: Path, faults: list[tuple[str, str]]) -> None:

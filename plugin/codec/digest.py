@@ -225,7 +225,7 @@ def digest_torch(spec: TensorSpec, tensor: torch.Tensor, box: Box, chunk: int = 
     """`digest_box` with torch operations on the tensor's own device, in chunks of at most ``chunk`` elements.
 
     Args:
-        tensor: (box.count,) 1-d and contiguous, of the spec's dtype, in enumeration order.
+        tensor: (box.count,) 1-d, of the spec's dtype, in enumeration order.
 
     int64 wraps modulo 2^64 like the CPU kernel's uint64, so both give the same bits.
     """
