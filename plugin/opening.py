@@ -67,14 +67,16 @@ def _holds_run(reader: ReplicaEnd) -> bool:
     return True
 
 
-def base_digests(config: Config, group: Group, reader: ReplicaEnd | None) -> dict[str, Digest]:
-    """Digest of every tensor of the base; the ranks share the work.
+def base_digests(config: Config, transport: Transport, group: Group) -> dict[str, Digest]:
+    """Digest of every tensor of the base, the ranks sharing the work; nothing without one.
 
-    ``reader`` is given for a run that has versions: raises ForkRequiredError when it started from another base.
+    Raises ForkRequiredError when the run that is to be opened started from another base, VersionMissingError when it
+    lacks the view. Called before the run is claimed: who may not go on must not stop the publisher that does.
     """
 
     def mine() -> bytes:
-        assert config.base is not None
+        if config.base is None:
+            return b""
         checkpoint = Checkpoint(config.base)
         names = [spec.name for spec in checkpoint.table][group.rank :: group.size]
         view = manifest_pb2.ViewManifest()
@@ -86,19 +88,24 @@ def base_digests(config: Config, group: Group, reader: ReplicaEnd | None) -> dic
         joint = manifest_pb2.ViewManifest()
         for part in parts:
             joint.MergeFromString(part)
-        if reader is not None:
-            _check_base(reader, config, Digest.sum(Digest.from_proto(entry.digest) for entry in joint.tensors))
+        with closing(transport.replica_end(config.run_id)) as reader:
+            if not (config.fork and config.run_id is None) and _holds_run(reader):
+                _check_run(reader, config, joint)
         return joint.SerializeToString()
 
     everyone = manifest_pb2.ViewManifest.FromString(together(group, mine, join))
     return {entry.spec.name: Digest.from_proto(entry.digest) for entry in everyone.tensors}
 
 
-def _check_base(reader: ReplicaEnd, config: Config, found: Digest) -> None:
+def _check_run(reader: ReplicaEnd, config: Config, base: manifest_pb2.ViewManifest) -> None:
+    head = reader.head()
+    if head is not None:
+        view_of(reader.manifest(head), config.view)
     first = first_version(reader)
-    if first is None or not first.HasField("base"):
+    if first is None or not first.HasField("base") or config.base is None:
         return  # collected meanwhile, or the run started from a full state
     expected = Digest.from_proto(view_of(first, config.view).digest)
+    found = Digest.sum(Digest.from_proto(entry.digest) for entry in base.tensors)
     if expected != found:
         raise ForkRequiredError(
             "base is not the base of this run",

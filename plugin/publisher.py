@@ -100,8 +100,9 @@ class Publisher:
         transport = open_transport(config)
         end = transport.publisher_end(ranks.rank, ranks.size)
         try:
+            digests = base_digests(config, transport, ranks)
             publisher = cls(config, end, open_run(config, transport, end, ranks), ranks)
-            publisher._start()
+            publisher._start(digests)
         except BaseException:
             end.close()
             raise
@@ -127,14 +128,10 @@ class Publisher:
         """The trainer's step of that version; None when it was not given."""
         return self._ledger.step
 
-    def _start(self) -> None:
-        """The first version of a run, by reference; in a run that has one, the check that its base is ours."""
-        if self.config.base is None:
+    def _start(self, digests: Mapping[str, Digest]) -> None:
+        """The first version of a run, by reference, unless it has one."""
+        if self.config.base is None or self._ledger.head is not None:
             return
-        if self._ledger.head is not None:
-            base_digests(self.config, self.group, self._end.reader())
-            return
-        digests = base_digests(self.config, self.group, None)
         number = int(together(self.group, bytes, lambda _: str(self._end.next_number()).encode()))
         entries = [(spec, digests[spec.name]) for spec in Checkpoint(self.config.base).table]
         manifest = self._ledger.base_manifest(self._run, number, self.config, entries, writer_name())

@@ -23,6 +23,7 @@ from weight_sync.errors import (
     StoreReadOnlyError,
     StoreUnavailableError,
     VersionExpiredError,
+    VersionMissingError,
 )
 from weight_sync.ports import Fate, ReplicaEnd, ShardBytes
 from weight_sync.proto.v1 import manifest_pb2
@@ -406,11 +407,14 @@ def test_another_base_needs_a_fork(tmp_path: Path) -> None:
     keys = config(tmp_path, base=str(checkpoint(tmp_path / "base")))
     with Publisher.open(keys) as publisher:
         publisher.publish(model(1), step=1)
-    other = keys.replace(base=str(checkpoint(tmp_path / "other", 5)))
-    with pytest.raises(ForkRequiredError, match=r"other with digest .*fork"):
-        Publisher.open(other)
-    with Publisher.open(keys) as publisher:  # the refused one has left nothing but its epoch
-        publisher.publish(model(2), step=2)
+        other = keys.replace(base=str(checkpoint(tmp_path / "other", 5)))
+        for wrong in (other, other.replace(run_id=publisher.run_id), other.replace(run_id=publisher.run_id, fork=True)):
+            with pytest.raises(ForkRequiredError, match=r"other with digest .*fork"):
+                Publisher.open(wrong)
+        with pytest.raises(VersionMissingError, match=r"other.*default"):
+            Publisher.open(keys.replace(base=None, view="other"))
+        publisher.publish(model(2), step=2)  # those that were refused have not fenced it
+    assert kinds(keys) == [ANCHOR, PATCH, PATCH]
     check_store(keys, 2)
 
 

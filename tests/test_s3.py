@@ -102,7 +102,6 @@ def stoppable() -> Iterator[tuple[str, dict[str, str], int]]:
         yield uri, {**options, "timeout": "1s", "read_timeout": "1s", "connect_timeout": "1s"}, server.pid
 
 
-@pytest.mark.slow
 def test_a_bucket_that_stops_answering_costs_nothing_but_time(
     tmp_path: Path, stoppable: tuple[str, dict[str, str], int]
 ) -> None:
