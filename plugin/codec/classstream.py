@@ -75,12 +75,12 @@ def encode_classes(runs: Sequence[npt.NDArray[Any]]) -> tuple[shard_pb2.ClassStr
     parts: list[bytes] = []
     for group in range(max(groups, default=-1) + 1):
         members = [i for i, g in enumerate(groups) if g == group]
-        low = np.zeros(sum(intstream.room_for(len(runs[i]), low_bits[i]) for i in members), np.uint64)
+        low = np.zeros(sum(intstream.room_for(len(runs[i]), low_bits[i]) for i in members), np.uint8)
         bit = 0
         for i in members:
             bit = int(intstream.split_bits(runs[i], low_bits[i], symbols[i], low, bit))
         packed, pco = intstream.pack_symbols(np.concatenate([symbols[i] for i in members]), small=True)
-        bits = low.view(np.uint8)[: (bit + 7) // 8].tobytes()
+        bits = low[: (bit + 7) // 8].tobytes()
         header.streams.add(
             count=sum(len(runs[i]) for i in members), symbols_size=len(packed), bits_size=len(bits), pco=pco
         )

@@ -25,7 +25,7 @@ import pcodec
 import zstandard
 from numba import intp, uint64
 
-from weight_sync.codec.machine import kernel, load64
+from weight_sync.codec.machine import kernel, load64, store64
 from weight_sync.errors import FormatError
 from weight_sync.proto.v1 import shard_pb2
 
@@ -47,6 +47,7 @@ __all__ = [
 
 _local = threading.local()
 _SURELY_PCO = 1 << 12  # numbers from which tANS always wins over Huffman
+_BLOCK = 64  # numbers that are looked at together for one with a long high part
 
 
 def compress(data: npt.NDArray[np.uint8]) -> bytes:
@@ -110,19 +111,6 @@ def choose_low_bits(values: npt.NDArray[Any]) -> int:
 
 
 @kernel
-def _push(low: Any, word: Any, acc: Any, fill: Any, value: Any, count: Any) -> Any:
-    """``count`` bits into an accumulator of 64 that is written when it is full; returns (word, acc, fill)."""
-    acc |= value << fill
-    fill += count
-    if fill >= uint64(64):
-        low[word] = acc
-        word += uint64(1)
-        fill -= uint64(64)
-        acc = value >> (count - fill) if fill != uint64(0) else uint64(0)
-    return word, acc, fill
-
-
-@kernel
 def _get(data: Any, at: Any, count: Any) -> Any:
     """``count`` <= 62 bits from bit ``at`` of bytes with eight spare ones. The caller owns the bounds."""
     byte = at >> uint64(3)
@@ -134,18 +122,59 @@ def _get(data: Any, at: Any, count: Any) -> Any:
 
 
 @kernel
+def _put(data: Any, at: Any, value: Any, count: Any) -> Any:
+    """Writes ``value`` < 2^count, count <= 62, at bit ``at``; bits from there on are 0. Returns the next bit."""
+    byte = at >> uint64(3)
+    shift = at & uint64(7)
+    store64(data, byte, load64(data, byte) | (value << shift))
+    if shift + count > uint64(64):
+        data[byte + uint64(8)] = value >> (uint64(64) - shift)
+    return at + count
+
+
+@kernel
 def split_bits(values: Any, low_bits: Any, symbols: Any, low: Any, bit: Any) -> Any:
-    """Writes symbols and, from bit ``bit`` of ``low`` (uint64) on, the bits; returns the next free bit."""
+    """Writes symbols and, from bit ``bit`` of ``low`` (zeros, uint8) on, the bits; returns the next free bit.
+
+    Blocks whose numbers have a one-byte high part, nearly all, go without a branch per number: as many low bits as fit
+    a word are gathered before they are written.
+    """
     k = uint64(low_bits)
     mask = (uint64(1) << k) - uint64(1)
-    word = uint64(bit) >> uint64(6)
-    fill = uint64(bit) & uint64(63)
-    acc = low[word] & ((uint64(1) << fill) - uint64(1))
-    for i in range(len(values)):
+    at = uint64(bit)
+    i = uint64(0)
+    end = uint64(len(values))
+    group = min(uint64(_BLOCK), uint64(56) // k) if k != uint64(0) else uint64(_BLOCK)
+    while i < end:
+        stop = min(i + uint64(_BLOCK), end)
+        most = uint64(0)
+        for j in range(i, stop):
+            h = uint64(values[j]) >> k
+            symbols[j] = h
+            most |= h
+        if most >= uint64(128):
+            at = _split_slowly(values, k, symbols, low, at, i, stop)
+            i = stop
+            continue
+        while i < stop and k != uint64(0):
+            many = min(group, stop - i)
+            word = uint64(0)
+            for j in range(many):
+                word |= (uint64(values[i + uint64(j)]) & mask) << (uint64(j) * k)
+            at = _put(low, at, word, many * k)
+            i += many
+        i = stop
+    return at
+
+
+@kernel
+def _split_slowly(values: Any, k: Any, symbols: Any, low: Any, at: Any, start: Any, stop: Any) -> Any:
+    """Numbers [start, stop) whatever their size."""
+    mask = (uint64(1) << k) - uint64(1)
+    for i in range(start, stop):
         v = uint64(values[i])
         h = v >> k
-        if k != uint64(0):
-            word, acc, fill = _push(low, word, acc, fill, v & mask, k)
+        at = _put(low, at, v & mask, k)
         if h < uint64(128):
             symbols[i] = h
             continue
@@ -154,9 +183,8 @@ def split_bits(values: Any, low_bits: Any, symbols: Any, low: Any, bit: Any) -> 
             n += uint64(1)
         rest = n - uint64(2)
         symbols[i] = uint64(128) + ((n - uint64(8)) << uint64(1)) + ((h >> rest) & uint64(1))
-        word, acc, fill = _push(low, word, acc, fill, h & ((uint64(1) << rest) - uint64(1)), rest)
-    low[word] = acc
-    return word * uint64(64) + fill
+        at = _put(low, at, h & ((uint64(1) << rest) - uint64(1)), rest)
+    return at
 
 
 @kernel
@@ -177,15 +205,37 @@ def symbols_of(values: Any, low_bits: Any, symbols: Any) -> None:
 def join_bits(symbols: Any, low: Any, bit: Any, end: Any, low_bits: Any, out: Any) -> Any:
     """Inverse of `split_bits`; returns the next bit, or -1 when a number is malformed or bits run past ``end``."""
     k = uint64(low_bits)
+    mask = (uint64(1) << k) - uint64(1)
     at = uint64(bit)
     stop = uint64(end)
-    for i in range(len(symbols)):
+    count = uint64(len(symbols))
+    i = uint64(0)
+    while i < count:
+        until = min(i + uint64(_BLOCK), count)
+        most = uint64(0)
+        for j in range(i, until):
+            most |= uint64(symbols[j])
+        if most >= uint64(128) or at + (until - i) * k > stop:
+            after = _join_slowly(symbols, low, at, stop, k, out, i, until)
+            if after < 0:
+                return -1
+            at = uint64(after)
+        else:
+            for j in range(i, until):  # no branch: every number has k bits
+                out[j] = (uint64(symbols[j]) << k) | ((load64(low, at >> uint64(3)) >> (at & uint64(7))) & mask)
+                at += k
+        i = until
+    return intp(at)
+
+
+@kernel
+def _join_slowly(symbols: Any, low: Any, at: Any, stop: Any, k: Any, out: Any, start: Any, until: Any) -> Any:
+    """Numbers [start, until) whatever their size."""
+    for i in range(start, until):
         if at + k > stop:
             return -1
-        v = uint64(0)
-        if k != uint64(0):
-            v = _get(low, at, k)
-            at += k
+        v = _get(low, at, k)
+        at += k
         h = uint64(symbols[i])
         if h >= uint64(128):
             n = ((h - uint64(128)) >> uint64(1)) + uint64(8)
@@ -199,18 +249,18 @@ def join_bits(symbols: Any, low: Any, bit: Any, end: Any, low_bits: Any, out: An
 
 
 def room_for(count: int, low_bits: int) -> int:
-    """Words that hold the bits of ``count`` numbers whatever they are."""
-    return count * (low_bits + 64) // 64 + 2
+    """Bytes that hold the bits of ``count`` numbers whatever they are, and the spare ones that whole words need."""
+    return count * (low_bits + 64) // 8 + 16
 
 
 def encode(values: npt.NDArray[Any]) -> tuple[shard_pb2.IntStream, list[bytes]]:
     """Header and bytes of a list of unsigned integers of any width (uint32 or uint64)."""
     k = choose_low_bits(values)
     symbols = np.empty(len(values), np.uint8)
-    low = np.zeros(room_for(len(values), k), np.uint64)
+    low = np.zeros(room_for(len(values), k), np.uint8)
     end = int(split_bits(values, k, symbols, low, 0))
     packed, _ = pack_symbols(symbols)
-    bits = low.view(np.uint8)[: (end + 7) // 8].tobytes()
+    bits = low[: (end + 7) // 8].tobytes()
     stream = shard_pb2.IntStream(count=len(values), low_bits=k, symbols_size=len(packed), bits_size=len(bits))
     return stream, [packed, bits]
 

@@ -17,7 +17,18 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = ["ctz", "eq_mask64", "kernel", "load64", "narrow64", "neq_mask64", "out_mask64", "popcount"]
+__all__ = [
+    "count_upto16",
+    "ctz",
+    "eq_mask64",
+    "kernel",
+    "load64",
+    "narrow64",
+    "neq_mask64",
+    "out_mask64",
+    "popcount",
+    "store64",
+]
 
 
 _BYTES64 = ir.VectorType(ir.IntType(8), 64)
@@ -139,7 +150,40 @@ def _load64(typing_context: Any, data: Any, at: Any) -> Any:
     return types.uint64(data, types.uint64), generate
 
 
+@intrinsic
+def _store64(typing_context: Any, data: Any, at: Any, value: Any) -> Any:
+    """The inverse of `_load64`: writes ``value`` (uint64) to the eight bytes from ``data[at]`` on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        pointer = builder.bitcast(builder.gep(array.data, [args[1]]), ir.IntType(64).as_pointer())
+        builder.store(args[2], pointer, align=1)
+        return context.get_dummy_value()
+
+    return types.void(data, types.uint64, types.uint64), generate
+
+
+@intrinsic
+def _count_upto16(typing_context: Any, a: Any, start: Any, value: Any) -> Any:
+    """How many of the 16 int16 from ``a[start]`` on are at most ``value``. The caller owns the bounds."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        item, lane = ir.IntType(16), ir.IntType(32)
+        vector = ir.VectorType(item, 16)
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        found = builder.load(builder.bitcast(builder.gep(data, [args[1]]), vector.as_pointer()), align=2)
+        none = ir.Constant(vector, ir.Undefined)
+        first = builder.insert_element(none, builder.trunc(args[2], item), ir.Constant(lane, 0))
+        limit = builder.shuffle_vector(first, none, ir.Constant(ir.VectorType(lane, 16), [0] * 16))
+        mask = builder.bitcast(builder.icmp_signed("<=", found, limit), item)
+        return builder.zext(builder.ctpop(mask), ir.IntType(64))
+
+    return types.int64(a, types.intp, types.int64), generate
+
+
 load64: Any = _load64
+count_upto16: Any = _count_upto16
+store64: Any = _store64
 ctz: Any = _ctz  # what kernels call has another signature than what generates it
 neq_mask64: Any = _neq_mask64
 eq_mask64: Any = _eq_mask64

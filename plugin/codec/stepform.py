@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import uint32, uint64
+from numba import intp, uint32, uint64
 
 from weight_sync.codec import intstream
 from weight_sync.codec.machine import kernel
@@ -74,11 +74,11 @@ def _large(steps: Any, half: Any, gaps: Any, sizes: Any) -> Any:
     for i in range(len(steps)):
         s = uint64(steps[i])
         size = (uint64(0) - s) & full if s >= half else s
-        if size != uint64(1):
-            gaps[n] = i - due
-            sizes[n] = size - uint64(2)
-            due = i + 1
-            n += 1
+        found = intp(size != uint64(1))
+        gaps[n] = i - due  # written each time and kept when it counts: one step in ten is large, at random
+        sizes[n] = size - uint64(2)
+        due += (i + 1 - due) * found
+        n += found
     return n
 
 
@@ -105,8 +105,8 @@ def put_signs(values: Any, sizes: Any) -> None:
 
 def encode_large(frame: shard_pb2.Frame, steps: npt.NDArray[Any], dtype: DType) -> list[bytes]:
     """Adds the large steps to the header; returns their bytes. ``steps`` in the form's own order of changes."""
-    gaps = np.empty(len(steps), np.uint32)
-    sizes = np.empty(len(steps), np.uint64)
+    gaps = np.empty(len(steps) + 1, np.uint32)
+    sizes = np.empty(len(steps) + 1, np.uint64)
     count = int(_large(steps, half_of(dtype), gaps, sizes))
     if not count:
         return []
