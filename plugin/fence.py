@@ -177,6 +177,12 @@ class Fence:
         self.state = State.REPLICA_STATE_IN_DOUBT
         self.doubts += 1
 
+    def forget(self) -> None:
+        """Somebody else may have changed the engine or replaced it: bits and admission are as unknown as at first."""
+        self.served, self._closed = None, False
+        self.state = State.REPLICA_STATE_ATTACHING
+        self.doubts += 1
+
     def audit(self) -> None:
         """Recomputes the digest of what is served. Raises EngineInDoubtError, with admission shut, on other bits."""
         if self.served is None:

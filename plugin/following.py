@@ -16,13 +16,15 @@ from weight_sync.errors import (
     EngineInDoubtError,
     StoreError,
     VersionError,
+    VersionExpiredError,
     WeightSyncError,
 )
-from weight_sync.ports import ReplicaEnd
-from weight_sync.proto.v1 import manifest_pb2
+from weight_sync.history import History
+from weight_sync.ports import ReplicaEnd, Update
+from weight_sync.proto.v1 import manifest_pb2, replica_pb2
 from weight_sync.tensors import TensorSpec
 
-__all__ = ["choose_target", "may_pass", "recognise", "table_difference"]
+__all__ = ["check_fits", "choose_target", "may_pass", "prepare", "recognise", "table_difference"]
 
 _LOOKED_AT = 256  # newest versions that an engine's digest is compared with
 
@@ -54,6 +56,34 @@ def table_difference(engine: Sequence[TensorSpec], run: Sequence[TensorSpec]) ->
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             lines.append(f"{name!r} is {a.dtype} {list(a.shape)} in the engine, {b.dtype} {list(b.shape)} in the run")
     return lines
+
+
+def check_fits(description: replica_pb2.EngineDescription, run: Sequence[TensorSpec]) -> None:
+    """Raises EngineError, with what differs, when an engine cannot take the tensors of a run."""
+    mine = tuple(TensorSpec.from_proto(spec) for spec in description.tensors)
+    lines = table_difference(mine, run) if mine else []  # an engine that lists nothing takes any table
+    if lines and not description.changes_tensors:
+        raise EngineError(
+            "the engine holds another model than the run", field="tensors",
+            found="; ".join(lines[:5]) + (f"; and {len(lines) - 5} more" if len(lines) > 5 else ""),
+            do="start the engine from the run's base checkpoint",
+        )  # fmt: skip
+
+
+def prepare(history: History, have: int | None, target: int, held: Sequence[TensorSpec] | None) -> Update:
+    """`History.update`; where an object on the cheapest way is damaged or gone, from a full state that lies behind it.
+
+    Raises what the cheapest way raised when there is none.
+    """
+    try:
+        return history.update(have, target, held)
+    except (CorruptionError, VersionExpiredError) as error:
+        if have is None:
+            raise
+        try:
+            return history.update(None, target)
+        except (CorruptionError, VersionError):
+            raise error from None
 
 
 def recognise(end: ReplicaEnd, view: str, digest: Digest, head: int) -> manifest_pb2.VersionManifest | None:

@@ -6,7 +6,7 @@ engine and no policy when to move. Publishers that restart, replicas, and the co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import TypeVar
@@ -28,14 +28,15 @@ from weight_sync.errors import (
     WrongBaseError,
 )
 from weight_sync.layout.box import Box
-from weight_sync.ports import Changes, DensePiece, ReplicaEnd, Update
+from weight_sync.pieces import assemble, unfold
+from weight_sync.ports import Changes, DensePiece, Folded, ReplicaEnd, Update
 from weight_sync.proto.v1 import common_pb2, manifest_pb2
 from weight_sync.tensors import TensorSpec
 
 __all__ = ["History", "view_of"]
 
 _R = TypeVar("_R")
-_Shards = list[tuple[manifest_pb2.ShardRef, ShardHead]]
+Shards = list[tuple[manifest_pb2.ShardRef, ShardHead]]
 _PATCH = (common_pb2.FORM_STEP, common_pb2.FORM_ABSOLUTE)
 _HEAD_LIMIT = 1 << 30
 _REMEMBERED = 4  # manifests; of a large model each has megabytes
@@ -73,6 +74,7 @@ class History:
         threads: that decode.
         base: folder of the base checkpoint, for anchors by reference; None to use the manifest's own hint.
         progress: called with (bytes done, bytes in all) while objects are read.
+        check: raises for a manifest that is not to be trusted (weight_sync.signing).
     """
 
     end: ReplicaEnd
@@ -80,6 +82,7 @@ class History:
     threads: int = 1
     base: str | None = None
     progress: Callable[[int, int], None] | None = None
+    check: Callable[[manifest_pb2.VersionManifest], None] | None = None
     _first_seen: manifest_pb2.VersionManifest | None = field(default=None, repr=False)
     _recent: dict[int, manifest_pb2.VersionManifest] = field(default_factory=dict, repr=False)
 
@@ -99,6 +102,8 @@ class History:
         """Remembers the last few: one move asks for the same ones several times."""
         if number not in self._recent:
             manifest = self.end.manifest(number)
+            if self.check is not None and rules.is_version(manifest.kind):
+                self.check(manifest)
             while len(self._recent) >= _REMEMBERED:
                 del self._recent[next(iter(self._recent))]
             self._recent[number] = manifest
@@ -157,7 +162,8 @@ class History:
                 return check(read())
             except CorruptionError as error:
                 raise type(error)(f"{what}: {error.what}", field=error.field, found=error.found,
-                                  do="the store itself is bad: publish an anchor, or restore the object") from error  # fmt: skip
+                                  do="the store itself is bad: restore the object, or publish a full state (a trainer "
+                                     "that opens the run anew cannot read it either: fork: true)") from error  # fmt: skip
 
     def head(self, manifest: manifest_pb2.VersionManifest, ref: manifest_pb2.ShardRef) -> ShardHead:
         """A shard's index, checked against the manifest."""
@@ -175,15 +181,16 @@ class History:
         size = min(ref.head_size, _HEAD_LIMIT)
         return self._fetched(f"version {manifest.number}", lambda: self.end.read(ref, 0, size), check)
 
-    def _shards(self, number: int, forms: Collection[int]) -> _Shards:
+    def _shards(self, number: int, forms: Collection[int]) -> Shards:
         manifest = self.manifest(number)
         return [(ref, self.head(manifest, ref)) for ref in view_of(manifest, self.view).shards if ref.form in forms]
 
     def changes(self, number: int, wanted: Callable[[TensorSpec], bool] | None = None) -> list[Changes]:
         """All changes of one version's patch, decoded. Raises CorruptionError naming object and version."""
-        return self._changes(number, self._shards(number, _PATCH), wanted)
+        return self.decoded(number, self._shards(number, _PATCH), wanted)
 
-    def _changes(self, number: int, shards: _Shards, wanted: Callable[[TensorSpec], bool] | None) -> list[Changes]:
+    def decoded(self, number: int, shards: Shards, wanted: Callable[[TensorSpec], bool] | None) -> list[Changes]:
+        """Changes of some shards of a version."""
         jobs: list[tuple[manifest_pb2.ShardRef, ShardHead, int]] = []
         for ref, head in shards:
             for k, frame in enumerate(head.index.frames):
@@ -213,9 +220,10 @@ class History:
 
     def pieces(self, number: int, anchor: bool) -> Iterator[DensePiece]:
         """Dense pieces of the anchor, or of the patch (tensors that appeared or changed shape), one at a time."""
-        return self._pieces(number, self._shards(number, (common_pb2.FORM_RAW,) if anchor else _PATCH))
+        return self.dense(number, self._shards(number, (common_pb2.FORM_RAW,) if anchor else _PATCH))
 
-    def _pieces(self, number: int, shards: _Shards) -> Iterator[DensePiece]:
+    def dense(self, number: int, shards: Shards) -> Iterator[DensePiece]:
+        """Dense pieces of some shards of a version."""
         total = sum(length for _, head in shards for _, length in head.piece_spans)
         done = 0
         for ref, head in shards:
@@ -272,13 +280,21 @@ class History:
         ``held`` is the table of ``have``; without it, it is read from the log, where it may have been collected.
         """
         self._recent.clear()  # a version may have been collected since
-        path = self.plan(have, target)
+        offered = self._offered(have, target)
+        path = self.plan(have, target) if offered is None else _in_one(offered, have, target)
         manifest = self.manifest(target)
         view = view_of(manifest, self.view)
         table = table_of(view)
         if held is None:
             held = () if have is None or path.anchor is not None else table_of(view_of(self.manifest(have), self.view))
-        folded, whole = self.fold(path.patches, table)
+        try:
+            found = self.fold(path.patches, table) if offered is None else unfold(self, offered, manifest, view, table)
+        except CorruptionError:
+            if offered is None:
+                raise
+            path = self.plan(have, target)  # hurt on the way, or where it was made: the stored patches decide
+            found = self.fold(path.patches, table)
+        folded, whole = found
         full = path.anchor is not None
         alive = set(table)
 
@@ -308,8 +324,8 @@ class History:
         whole: dict[str, DensePiece] = {}
         for number in numbers:
             shards = self._shards(number, _PATCH)
-            changes = self._changes(number, shards, None)
-            arrived = assemble(self._pieces(number, shards))
+            changes = self.decoded(number, shards, None)
+            arrived = assemble(self.dense(number, shards))
             for name, old in whole.items():
                 later = [item for item in changes if item.spec.name == name]
                 if later and name not in arrived:
@@ -320,25 +336,18 @@ class History:
         kept = [[item for item in version if item.spec in alive] for version in versions]
         return fold_changes(kept) if kept else [], {k: p for k, p in whole.items() if p.spec in alive}
 
+    def _offered(self, have: int | None, target: int) -> Folded | None:
+        """One object for the whole way. Signatures cover what is stored, so who checks them takes no fold of several."""
+        if have is None or have >= target:
+            return None
+        if self.check is not None and self.manifest(target).parent != have:
+            return None
+        offered = self.end.fold(self.view, have, target)
+        return None if offered is not None and offered.stored is None and self.check is not None else offered
 
-def assemble(pieces: Iterable[DensePiece]) -> dict[str, DensePiece]:
-    """Whole tensors from the pieces of their ranks. Raises CorruptionError when a tensor is not covered exactly once."""
-    parts: dict[str, list[DensePiece]] = {}
-    for piece in pieces:
-        parts.setdefault(piece.spec.name, []).append(piece)
-    out: dict[str, DensePiece] = {}
-    for name, found in parts.items():
-        spec = found[0].spec
-        if len(found) == 1 and found[0].coords == Box.run(0, spec.elements):
-            out[name] = found[0]
-            continue
-        if sum(piece.coords.count for piece in found) != spec.elements or len({piece.spec for piece in found}) != 1:
-            raise CorruptionError("pieces do not make up their tensor", field=name, found=len(found), expected=spec)
-        bits = np.empty(spec.elements, spec.type.uint)
-        for piece in found:
-            piece.coords.view(bits)[...] = piece.bits.reshape(piece.coords.sizes)
-        out[name] = DensePiece(spec, Box.run(0, spec.elements), bits)
-    return out
+
+def _in_one(offered: Folded, have: int | None, target: int) -> rules.Path:
+    return rules.Path(None, (target,), len(offered.data), f"one object from version {have}")
 
 
 def _plain(spec: TensorSpec) -> tuple[str, str, tuple[int, ...]]:

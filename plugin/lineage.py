@@ -31,12 +31,12 @@ def anchor_due(
         since: versions since the last full state.
         patch_bytes: their patches' bytes.
         state_bytes: bytes of a full state.
-        wanted: replicas that cannot find the base.
+        wanted: replicas that cannot find the base, or that found damaged objects on their way.
     """
     if head is None:
         return "the run has no version yet"
     if wanted and config.ship_base != "never":
-        return f"replica {sorted(wanted)[0]} cannot find the base"
+        return f"replica {sorted(wanted)[0]} asks for a full state"
     if config.anchor_every and since + 1 >= config.anchor_every:
         return f"{since + 1} versions since the last full state, anchor_every is {config.anchor_every}"
     if config.anchor_share and patch_bytes > config.anchor_share * state_bytes:

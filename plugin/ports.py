@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
     import torch
 
     from weight_sync.codec.digest import Digest
+    from weight_sync.trajectory import TrajectoryInbox
 
 __all__ = [
     "Changes",
     "DensePiece",
     "Engine",
     "Fate",
+    "Folded",
     "Group",
     "OpenedRun",
     "PauseMode",
@@ -69,6 +72,20 @@ class ShardBytes:
         return len(self.head) + sum(len(part) for part in self.body)
 
 
+@dataclass(frozen=True)
+class Folded:
+    """One object that leads from one version to another.
+
+    Attributes:
+        data: a shard in STEP form, whole.
+        stored: when it is one that the target's manifest lists: which; its hashes are there. A fold that was made for
+            the reader has none: its frames carry hashes, and the digest of the target tells the rest.
+    """
+
+    data: memoryview
+    stored: manifest_pb2.ShardRef | None = None
+
+
 class Fate(Enum):
     """What became of a number."""
 
@@ -101,7 +118,9 @@ class PublisherEnd(Protocol):
     """
 
     keeps_history: bool
-    """False for a push transport, which cannot serve a version twice."""
+    """False for a push transport, which cannot serve a version twice: only readers that are there get its bits."""
+    inbox: TrajectoryInbox | None = None
+    """On rank 0 of a server that puts trajectories into an inbox as they come: that inbox, once the run is open."""
 
     def open_run(self, run_id: str | None, *, fork_of: common_pb2.VersionId | None, writer: str) -> OpenedRun:
         """Claims the run for this publisher: the newest run (``run_id`` None), a named one, or a fork of a version.
@@ -137,7 +156,7 @@ class PublisherEnd(Protocol):
         """The last one of each replica."""
 
     def wants(self) -> Mapping[str, int]:
-        """Replicas that cannot resolve an anchor by reference: replica id to the number of that anchor."""
+        """Replicas that need a full state: replica id to the number that they could not reach."""
 
     def leases(self) -> Mapping[str, int]:
         """Fresh leases: replica id to the number of the version that it keeps. Works without ``open_run``, too."""
@@ -188,7 +207,9 @@ class ReplicaEnd(Protocol):
         """Drops the lease."""
 
     def want(self, replica_id: str, number: int) -> None:
-        """Asks the publisher to ship the bits of anchor ``number``, whose reference this replica cannot resolve."""
+        """Asks the publisher for a full state: this replica cannot reach ``number`` from what the store holds, because the
+        anchor's base is not here or an object is damaged.
+        """
 
     def acknowledge(self, message: replica_pb2.Acknowledgement) -> None:
         """Tells the trainer what this replica serves."""
@@ -198,6 +219,23 @@ class ReplicaEnd(Protocol):
 
     def close(self) -> None:
         """Releases everything; never raises."""
+
+    # What follows is optional: an end that inherits from this class and leaves it out does without.
+
+    def fold(self, view: str, have: int, target: int) -> Folded | None:
+        """One object that leads from version ``have`` to ``target``, for less than the patches between cost to read.
+
+        None when this end makes none, or another way is better: the reader then reads the patches or an anchor itself.
+        """
+        return None
+
+    def local(self, ref: manifest_pb2.ShardRef) -> Path | None:
+        """Where a shard lies as a plain file on this machine; None when it does not."""
+        return None
+
+    def register(self, replica_id: str, description: replica_pb2.EngineDescription, ttl_s: int) -> None:
+        """Tells what engine a replica drives, for whoever looks at the fleet."""
+        return None
 
 
 class Transport(Protocol):

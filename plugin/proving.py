@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from weight_sync.codec.digest import Digest, header_digest
 from weight_sync.consensus import together
-from weight_sync.errors import ForkRequiredError
+from weight_sync.errors import ForkRequiredError, TensorError
 from weight_sync.history import History
 from weight_sync.lineage import Ledger
 from weight_sync.ports import Group
@@ -39,6 +39,9 @@ def learn_proven(
     """
     work.view = None
     view = learn_view(named, ledger.table, group, cast)
+    if not view.table:  # on every rank alike: the table is the group's
+        raise TensorError("nothing to publish: no rank offers a tensor", field="source", found=type(named).__name__,
+                          expected="a module or a mapping of names to tensors")  # fmt: skip
 
     def join(parts: Sequence[bytes]) -> bytes:
         _prove(view, ledger, [report_pb2.RankReport.FromString(part) for part in parts])

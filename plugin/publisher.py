@@ -42,6 +42,8 @@ from weight_sync.proving import learn_proven
 from weight_sync.registry import open_transport
 from weight_sync.reports import PublishReport
 from weight_sync.served import named_source, storages_of, view_fingerprint
+from weight_sync.signing import signer
+from weight_sync.trajectory.intake import Intake
 from weight_sync.work import Prepared, RankWork
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class Publisher:
     Attributes:
         config: the keys in force.
         group: the ranks that publish together.
+        inbox: the durable inbox on rank 0, where the key ``inbox`` names one or the transport has one; else None.
     """
 
     def __init__(self, config: Config, end: PublisherEnd, run: OpenedRun, group: Group) -> None:
@@ -75,6 +78,9 @@ class Publisher:
         self._last: PublishReport | None = None
         self._in_doubt: int | None = None  # on rank 0: a number that may have been committed without our knowledge
         self._since_collection = 0
+        self._is_closed = False
+        self._intake = Intake(end)
+        self.inbox = self._intake.inbox
 
     # --- opening ---
 
@@ -103,6 +109,7 @@ class Publisher:
             digests = base_digests(config, transport, ranks)
             publisher = cls(config, end, open_run(config, transport, end, ranks), ranks)
             publisher._start(digests)
+            publisher.inbox = publisher._intake.open(config, publisher.run_id, ranks.rank)
         except BaseException:
             end.close()
             raise
@@ -161,6 +168,8 @@ class Publisher:
         EpochFencedError when a newer publisher owns the run, StoreError. After any of them the head, the base and the
         store's visible state are as before, and the changes are part of the next version.
         """
+        if self._is_closed:
+            raise InputError("this publisher is closed", field="run_id", found=self.run_id, do="open another one")
         self.settle()
         started = time.perf_counter()
         offer = _Offer(source, step, metadata or {}, cast)
@@ -268,6 +277,7 @@ class Publisher:
 
     def _commit(self, manifest: manifest_pb2.VersionManifest) -> bytes:
         """On rank 0: commits, and settles the number when the store's answer is lost. Returns the manifest."""
+        signer(self.config.signing)(manifest)
         crash_point("publish:commit")
         self._in_doubt = manifest.number
         try:
@@ -310,8 +320,8 @@ class Publisher:
         return self._end.acknowledgements()
 
     def take_trajectories(self, limit: int = 1024) -> list[trajectory_pb2.Trajectory]:
-        """Up to ``limit`` trajectories that were not taken yet, at least once each. Rank 0 only."""
-        return self._end.take_trajectories(limit)
+        """Up to ``limit`` that were not taken yet; those of the call before count as used. Rank 0 only. See `inbox`."""
+        return self._intake.take(limit)
 
     def collect(self) -> Mapping[str, int]:
         """Deletes what no lease and no retained version needs; counts by kind. Rank 0 only."""
@@ -336,7 +346,8 @@ class Publisher:
         finally:
             if self._background is not None:
                 self._background.shutdown(wait=True)
-            self._end.close()
+            self._is_closed = True
+            self._intake.close()
 
     def __enter__(self) -> Publisher:
         return self

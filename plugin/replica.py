@@ -23,7 +23,7 @@ from weight_sync import config as configuration
 from weight_sync.codec.digest import Digest
 from weight_sync.config import Config, crash_point
 from weight_sync.errors import (
-    EngineError,
+    CorruptionError,
     InputError,
     StoreError,
     VersionExpiredError,
@@ -32,13 +32,13 @@ from weight_sync.errors import (
     WeightSyncError,
 )
 from weight_sync.fence import Fence
-from weight_sync.following import choose_target, may_pass, recognise, table_difference
+from weight_sync.following import check_fits, choose_target, may_pass, prepare, recognise
 from weight_sync.history import History, table_of, view_of
 from weight_sync.ports import Engine, PauseMode, ReplicaEnd, Transport
 from weight_sync.proto.v1 import manifest_pb2, replica_pb2, trajectory_pb2
 from weight_sync.registry import open_transport
 from weight_sync.reports import SyncReport
-from weight_sync.tensors import TensorSpec
+from weight_sync.signing import checker
 
 __all__ = ["Replica", "SyncReport"]
 
@@ -122,6 +122,8 @@ class Replica:
         DigestMismatchError, EngineError, DeadlineError when a fence could not be closed; the engine then serves what it
         served before. EngineInDoubtError when it does not serve any more: the next call rebuilds it.
         """
+        if self._is_closed:
+            raise InputError("this replica is closed", field="replica_id", found=self.replica_id, do="open another one")
         started = time.monotonic()
         deadline = started + (self.config.timeout_s if timeout is None else timeout)
         try:
@@ -152,8 +154,12 @@ class Replica:
                 except VersionExpiredError:
                     replans += 1
                     if exact is not None or replans > _REPLANS:
+                        self._ask(target)
                         raise
                     continue  # collected on the way: the head is newer by now
+                except CorruptionError:
+                    self._ask(target)
+                    raise
                 except VersionMissingError as error:
                     if error.field != "base":
                         raise
@@ -167,6 +173,11 @@ class Replica:
                     do="wait longer, or look whether the trainer still publishes",
                 )  # fmt: skip
             self._end.wait(head, min(left, _LOOK_S, self.config.lease_ttl_s / 3))
+
+    def _ask(self, target: int) -> None:
+        """Asks for a full state, since what leads to the target is damaged or gone."""
+        with suppress(WeightSyncError):  # the damage is the news, and the next try asks again
+            self._end.want(self.replica_id, target)
 
     def _have(self) -> int | None:
         """The version served, as a number of the run that is followed."""
@@ -228,6 +239,13 @@ class Replica:
 
     # --- attaching ---
 
+    def forget(self) -> None:
+        """The engine was away, and may have come back as a new process or with other bits: nothing is served.
+
+        The next `sync` finds out by digest what it holds, as at first.
+        """
+        self._fence.forget()
+
     def _attach(self) -> None:
         """Finds the run, checks that the engine can serve it, and recognises what the engine holds."""
         newest = self._newest_run()
@@ -268,7 +286,8 @@ class Replica:
         self._end, self._run, self._history = end, newest, self._history_of(end)
 
     def _history_of(self, end: ReplicaEnd) -> History:
-        return History(end, self.config.view, self.config.threads, self.config.base)
+        check = checker(self.config.signing)
+        return History(end, self.config.view, self.config.threads, self.config.base, check=check)
 
     def _identify(self, end: ReplicaEnd, run: str) -> None:
         """Finds out by digest which version the engine holds; once per run and doubt, since it reads all of its bits.
@@ -287,20 +306,10 @@ class Replica:
             self._fence.take(found)
         else:
             if self._fence.state != State.REPLICA_STATE_IN_DOUBT:  # then it did fit, and may be half-way
-                self._check_table(description, table)
+                check_fits(description, table)
             if digest is not None and self._fence.served is None:
                 self._fence.shut()
         self._looked = (run, doubts)
-
-    def _check_table(self, description: replica_pb2.EngineDescription, run: Sequence[TensorSpec]) -> None:
-        mine = tuple(TensorSpec.from_proto(spec) for spec in description.tensors)
-        lines = table_difference(mine, run) if mine else []  # an engine that lists nothing takes any table
-        if lines and not description.changes_tensors:
-            raise EngineError(
-                "the engine holds another model than the run", field="tensors",
-                found="; ".join(lines[:5]) + (f"; and {len(lines) - 5} more" if len(lines) > 5 else ""),
-                do="start the engine from the run's base checkpoint",
-            )  # fmt: skip
 
     # --- one move ---
 
@@ -313,7 +322,7 @@ class Replica:
             self._fence.state = State.REPLICA_STATE_STAGING
         try:
             held = None if have is None or served is None else served.table
-            update = self._history.update(have, target, held)
+            update = prepare(self._history, have, target, held)
             seconds = {"prepare": time.perf_counter() - clock}
             clock = time.perf_counter()
             self.engine.stage(update)

@@ -208,7 +208,7 @@ def plan(
         if anchored is None and entry.kind == ANCHOR and (by_reference or entry.anchor_bytes is not None):
             size = cost + (entry.anchor_bytes or 0)
             stored = None if entry.anchor_bytes is None else size
-            anchored = Path(number, tuple(reversed(chain)), size, f"anchor {number} and {len(chain)} patches")
+            anchored = Path(number, tuple(reversed(chain)), size, f"anchor {number} and {_patches(len(chain))}")
         patches_may_win = have is not None and have < number and (stored is None or cost <= stored)
         if anchored is not None and not patches_may_win:
             return anchored
@@ -219,7 +219,11 @@ def plan(
         number = entry.parent
     if anchored is not None and stored is not None and stored < cost:
         return anchored
-    return Path(None, tuple(reversed(chain)), cost, f"{len(chain)} patches from version {have}")
+    return Path(None, tuple(reversed(chain)), cost, f"{_patches(len(chain))} from version {have}")
+
+
+def _patches(count: int) -> str:
+    return f"{count} patch{'' if count == 1 else 'es'}"
 
 
 def _blocked(number: int, entry: Entry | None) -> NoPath | None:

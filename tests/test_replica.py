@@ -20,6 +20,7 @@ from weight_sync.errors import (
     DigestMismatchError,
     EngineError,
     EngineInDoubtError,
+    InputError,
     StoreFullError,
     VersionExpiredError,
     VersionNotReadyError,
@@ -202,7 +203,7 @@ def test_a_run_without_versions_is_not_ready(keys: Config) -> None:
 
 def test_what_an_engine_holds_is_recognised_by_its_digest(keys: Config, publisher: Publisher) -> None:
     publish(publisher, 1, 2, 3)
-    for step, path in ((2, "1 patches from version 2"), (3, "3 is the newest"), (0, "3 patches from version 0")):
+    for step, path in ((2, "1 patch from version 2"), (3, "3 is the newest"), (0, "3 patches from version 0")):
         held = engine(step)
         with Replica.open(keys, held) as replica:
             report = replica.sync(timeout=0)
@@ -429,6 +430,42 @@ def test_a_bad_patch_is_passed_by_once_there_is_a_full_state(tmp_path: Path) -> 
         assert same_bits(late, model(2))
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_replica_that_meets_damage_asks_for_a_full_state_and_gets_over_it(tmp_path: Path, gone: bool) -> None:
+    keys = config(tmp_path)
+    held = MemoryEngine({})
+    with Publisher.open(keys) as publisher, Replica.open(keys, held, replica_id="r") as replica:
+        publisher.publish(model(0))
+        replica.sync(timeout=0)
+        publisher.publish(model(1))
+        shard = shard_of(keys, 1)
+        if gone:
+            shard.unlink()
+        else:
+            shard.write_bytes(bytes(255 - byte for byte in shard.read_bytes()))
+        with pytest.raises(VersionExpiredError if gone else CorruptionError):
+            replica.sync(timeout=0)
+        assert same_bits(held, model(0))
+        report = publisher.publish(model(2))
+        assert report is not None and report.reason == "replica r asks for a full state"
+        assert replica.sync(timeout=0).path.startswith("anchor 2 ")
+        assert same_bits(held, model(2))
+        report = publisher.publish(model(3))
+        assert report is not None and report.kind == "PATCH"
+        assert replica.sync(timeout=0).path == "1 patch from version 2"
+        assert same_bits(held, model(3))
+
+
+def test_nothing_is_done_after_close(keys: Config, publisher: Publisher) -> None:
+    replica = Replica.open(keys, engine(0))
+    replica.close()
+    with pytest.raises(InputError, match="closed"):
+        replica.sync(timeout=0)
+    publisher.close()
+    with pytest.raises(InputError, match="closed"):
+        publisher.publish(model(1))
+
+
 def test_collected_versions_are_passed_by_or_named(keys: Config, publisher: Publisher) -> None:
     keys = keys.replace(anchor_every=3)
     publisher.close()
@@ -470,7 +507,7 @@ def test_wrong_bits_are_rolled_back_and_never_announced(keys: Config, publisher:
         with pytest.raises(DigestMismatchError, match="version 1 came out with other bits"):
             replica.sync(timeout=0)
         assert serves(held, 0)
-        assert replica.sync(timeout=0).path == "1 patches from version 0"
+        assert replica.sync(timeout=0).path == "1 patch from version 0"
     assert serves(held, 1)
 
 
@@ -619,7 +656,7 @@ def test_followers_switch_to_a_fork_once_it_has_a_version(tmp_path: Path, keys: 
             assert (report.version, report.previous, report.run_id) == (0, 3, fork.run_id)
             assert same_bits(held, model(5)) and held.announced == common_pb2.VersionId(run_id=fork.run_id, number=0)
             fork.publish(model(6), step=6)
-            assert replica.sync(timeout=0).path == "1 patches from version 0"
+            assert replica.sync(timeout=0).path == "1 patch from version 0"
             assert acked(fork).version.run_id == fork.run_id
             assert faithful.sync(timeout=0).run_id == publisher.run_id
         old = Path(keys.uri) / publisher.run_id / "leases"
@@ -638,7 +675,7 @@ def test_a_fork_from_what_is_served_moves_no_bits(tmp_path: Path, keys: Config, 
             assert (report.version, report.changed, report.run_id) == (0, True, fork.run_id)
             assert held.calls == ["describe", "announce"]
             fork.publish(model(2), step=2)
-            assert replica.sync(timeout=0).path == "1 patches from version 0"
+            assert replica.sync(timeout=0).path == "1 patch from version 0"
     assert same_bits(held, model(2))
 
 

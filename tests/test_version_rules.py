@@ -178,7 +178,7 @@ def test_a_reader_without_the_base_is_only_sent_to_stored_anchors(log: list[Entr
 
 def test_version_zero_held_is_not_nothing_held() -> None:
     log = {0: Entry(0, 0, ANCHOR, None, 1000), 1: Entry(1, 0, PATCH, 0, None, 5)}
-    assert plan(log.get, 0, 1) == Path(None, (1,), 5, "1 patches from version 0")
+    assert plan(log.get, 0, 1) == Path(None, (1,), 5, "1 patch from version 0")
     nothing = plan(log.get, None, 1)
     assert isinstance(nothing, Path)
     assert (nothing.anchor, nothing.patches, nothing.size) == (0, (1,), 1005)

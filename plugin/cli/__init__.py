@@ -15,7 +15,21 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from weight_sync.cli import config, diff, fold, follow, gc, inspect, log, materialize, publish, verify
+from weight_sync.cli import (
+    config,
+    diff,
+    fold,
+    follow,
+    gc,
+    inspect,
+    log,
+    materialize,
+    publish,
+    serve,
+    sidecar,
+    status,
+    verify,
+)
 from weight_sync.cli.failure import FAILED, INTERRUPTED, USAGE, describe, exit_code
 from weight_sync.cli.options import command, help_text
 from weight_sync.cli.output import Output
@@ -94,8 +108,8 @@ def _top(
     """Options before the command."""
 
 
-for function in (publish.publish, follow.follow, materialize.materialize, inspect.inspect, log.log, diff.diff,
-                 verify.verify, fold.fold, gc.gc, config.config):  # fmt: skip
+for function in (publish.publish, follow.follow, sidecar.sidecar, serve.serve, serve.relay, status.status,
+                 materialize.materialize, inspect.inspect, log.log, diff.diff, verify.verify, fold.fold, gc.gc, config.config):  # fmt: skip
     app.command()(command(function))
 
 

@@ -150,8 +150,11 @@ def _equal(what: str, found: object, expected: object) -> None:
 
 def _check_size(end: ReplicaEnd, ref: manifest_pb2.ShardRef) -> None:
     """The object is as long as its reference says: its last byte is there, and none after it."""
-    if ref.size:
-        end.read(ref, ref.size - 1, 1)
+    try:
+        end.read(ref, max(0, ref.size - 1), min(1, ref.size))
+    except CorruptionError as error:
+        raise CorruptionError("object is shorter than its manifest says", field=ref.object,
+                              expected=f"{ref.size} bytes", do="restore it from a copy") from error  # fmt: skip
     longer = manifest_pb2.ShardRef()
     longer.CopyFrom(ref)
     longer.size += 1  # or the transport would refuse to look there
@@ -216,7 +219,7 @@ def check_objects(
             if hasher.digest() != ref.blake3:
                 raise CorruptionError("object differs from its hash", field=ref.object, found=hasher.hexdigest(),
                                       expected=ref.blake3.hex(),
-                                      do="restore it from a copy, or publish an anchor")  # fmt: skip
+                                      do="restore it from a copy, or publish a full state")  # fmt: skip
         except WeightSyncError as error:
             if not any(fault.object == ref.object for fault in findings.faults):
                 blame(end, findings, number, ref.object, error)

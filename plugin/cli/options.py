@@ -66,11 +66,12 @@ class Common:
 
 
 def _backend_of(uri: str) -> str:
-    """The transport that is named like the scheme, else the store transport, which has schemes of its own."""
+    """The transport that is named like the scheme, else the one that a configuration would mean by it."""
+    from weight_sync.config import load
     from weight_sync.registry import names
 
     scheme = uri.partition("://")[0]
-    return scheme if "://" in uri and scheme in names("transports") else "file"
+    return scheme if "://" in uri and scheme in names("transports") else load({"uri": uri}).backend
 
 
 @contextmanager
@@ -88,8 +89,9 @@ def reader(config: Config) -> Iterator[ReplicaEnd]:
 def history_of(end: ReplicaEnd, config: Config, progress: Callable[[int, int], None] | None = None) -> History:
     """The versions of the configured view."""
     from weight_sync.history import History
+    from weight_sync.signing import checker
 
-    return History(end, config.view, config.threads, config.base, progress)
+    return History(end, config.view, config.threads, config.base, progress, checker(config.signing))
 
 
 def version_number(end: ReplicaEnd, text: str) -> int:

@@ -19,7 +19,8 @@ from weight_sync.codec.apply import apply_changes, changed_digest
 from weight_sync.codec.digest import Digest, digest_box, digest_tensor, header_digest
 from weight_sync.codec.frame import FrameBox, decode_frame
 from weight_sync.errors import CorruptionError, DigestMismatchError, VersionMissingError, WeightSyncError
-from weight_sync.history import History, assemble, table_of, view_of
+from weight_sync.history import History, table_of, view_of
+from weight_sync.pieces import assemble
 from weight_sync.ports import Changes, DensePiece
 from weight_sync.proto.v1 import common_pb2, manifest_pb2
 from weight_sync.tensors import TensorSpec
@@ -170,7 +171,7 @@ def _compare(state: _State, view: manifest_pb2.ViewManifest) -> None:
     if wrong or found != expected:
         raise DigestMismatchError(
             f"the state that was rebuilt has other bits in {len(wrong)} tensors", field=", ".join(wrong[:3]),
-            found=found.hex(), expected=expected.hex(), do="do not use this version; publish an anchor",
+            found=found.hex(), expected=expected.hex(), do="do not use this version; publish a full state",
         )  # fmt: skip
 
 

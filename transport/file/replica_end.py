@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from weight_sync.config import Config
 from weight_sync.errors import CorruptionError, VersionExpiredError, VersionMissingError
@@ -44,7 +45,7 @@ class FileReplicaEnd(ReplicaEnd):
         self._register = Register(store)
         self._log: Log | None = None
         self._outbox: Outbox | None = None
-        self._wanting = False
+        self._wanted: int | None = None
         self._closed = threading.Event()
 
     # --- the run ---
@@ -163,6 +164,13 @@ class FileReplicaEnd(ReplicaEnd):
         """
         return read_shard(self._store, self.run_id(), ref, offset, length)
 
+    def local(self, ref: manifest_pb2.ShardRef) -> Path | None:
+        """The shard's file, of a store that is a folder; None of others. It may be gone. Raises FormatError."""
+        root = self._store.location.root
+        run_id = self.run_id()
+        key = keys.under(run_id, keys.check_object(ref.object, None, f"a manifest of run {run_id}"))
+        return None if root is None else root / key
+
     # --- the other direction ---
 
     def lease(self, replica_id: str, number: int, ttl_s: int) -> None:
@@ -180,20 +188,21 @@ class FileReplicaEnd(ReplicaEnd):
         self._store.delete(keys.lease(self.run_id(), replica_id))
 
     def want(self, replica_id: str, number: int) -> None:
-        """Asks the publisher to ship the bits of anchor ``number``, whose reference this replica cannot resolve.
+        """Asks the publisher for a full state: version ``number`` cannot be reached from what lies in the store.
 
-        Withdrawn when the replica acknowledges that it serves.
+        Withdrawn when the replica acknowledges that it serves that version or a newer one.
         """
-        self._wanting = True
+        self._wanted = number
         version = common_pb2.VersionId(run_id=self.run_id(), number=number)
         message = replica_pb2.Lease(replica_id=replica_id, version=version)
         self._store.put(keys.want(self.run_id(), replica_id), message.SerializeToString())
 
     def acknowledge(self, message: replica_pb2.Acknowledgement) -> None:
         """Tells the trainer what this replica serves; replaces its last one."""
-        if self._wanting and message.state == replica_pb2.REPLICA_STATE_SERVING:
+        serves = message.state == replica_pb2.REPLICA_STATE_SERVING
+        if self._wanted is not None and serves and message.version.number >= self._wanted:
             self._store.delete(keys.want(self.run_id(), message.replica_id))
-            self._wanting = False
+            self._wanted = None
         self._store.put(keys.ack(self.run_id(), message.replica_id), message.SerializeToString())
 
     def send_trajectories(self, batch: Sequence[trajectory_pb2.Trajectory]) -> list[trajectory_pb2.TrajectoryReceipt]:
