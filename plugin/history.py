@@ -245,13 +245,14 @@ class History:
     def full(self, number: int) -> Iterator[DensePiece]:
         """Every tensor of an anchor, from its own shards or from the base that it names."""
         manifest = self.manifest(number)
-        if any(ref.form == common_pb2.FORM_RAW for ref in view_of(manifest, self.view).shards):
+        view = view_of(manifest, self.view)
+        if view.elements == 0 or any(ref.form == common_pb2.FORM_RAW for ref in view.shards):
             yield from self.pieces(number, anchor=True)
             return
         folder = self.resolve_base(manifest)
         if folder is None:
             raise self._no_base(manifest)
-        yield from self._base_pieces(Checkpoint(folder), view_of(manifest, self.view))
+        yield from self._base_pieces(Checkpoint(folder), view)
 
     def _base_pieces(self, checkpoint: Checkpoint, view: manifest_pb2.ViewManifest) -> Iterator[DensePiece]:
         """A checkpoint's tensors as pieces, each compared with the version's digest of it."""

@@ -61,7 +61,8 @@ class Entry:
         epoch: number of the EPOCH entry under which it was written.
         kind: one of the constants of this module.
         parent: number of the version that its patch applies to, None when it has no patch.
-        anchor_bytes: stored bytes of the full state; None when none are stored (patch, anchor by reference).
+        anchor_bytes: stored bytes of the full state; None when none are stored (patch, anchor by reference); 0 when no tensor
+            has an element.
         patch_bytes: stored bytes of the patch, one form of it (the smallest).
         objects: keys of all its objects, below the run's prefix.
     """
@@ -87,12 +88,13 @@ class Entry:
                     raw, has_raw = raw + ref.size, True
                 else:
                     patch[ref.form] = patch.get(ref.form, 0) + ref.size
+        is_empty = manifest.kind == ANCHOR and not any(part.elements for part in manifest.views)
         return cls(
             number=manifest.number,
             epoch=manifest.epoch,
             kind=manifest.kind,
             parent=manifest.parent if manifest.HasField("parent") else None,
-            anchor_bytes=raw if has_raw else None,
+            anchor_bytes=raw if has_raw or is_empty else None,
             patch_bytes=min(patch.values(), default=0),
             objects=tuple(ref.object for part in manifest.views for ref in part.shards),
         )

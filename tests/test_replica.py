@@ -22,6 +22,7 @@ from weight_sync.errors import (
     EngineInDoubtError,
     InputError,
     StoreFullError,
+    TensorError,
     VersionExpiredError,
     VersionNotReadyError,
     WeightSyncError,
@@ -454,6 +455,24 @@ def test_a_replica_that_meets_damage_asks_for_a_full_state_and_gets_over_it(tmp_
         assert report is not None and report.kind == "PATCH"
         assert replica.sync(timeout=0).path == "1 patch from version 2"
         assert same_bits(held, model(3))
+
+
+def test_a_full_state_without_elements_is_followed(tmp_path: Path) -> None:
+    keys = config(tmp_path)
+    held = MemoryEngine({})
+    states = [{"a": torch.empty(0, 3), "b": torch.empty(2, 0)}, {"a": torch.empty(0, 3), "b": torch.ones(2, 2)}]
+    with Publisher.open(keys) as publisher, Replica.open(keys, held) as replica:
+        for state in states:
+            publisher.publish(state)
+            replica.sync(timeout=0)
+            assert same_bits(held, state)
+
+
+def test_nothing_to_publish_is_said(tmp_path: Path) -> None:
+    with Publisher.open(config(tmp_path)) as publisher:
+        with pytest.raises(TensorError, match="no rank offers a tensor"):
+            publisher.publish({})
+        assert publisher.version is None
 
 
 def test_nothing_is_done_after_close(keys: Config, publisher: Publisher) -> None:

@@ -104,7 +104,8 @@ class FileReplicaEnd(ReplicaEnd):
         log = self._followed()
         found = log.read(number)
         if found is None:
-            raise VersionMissingError("version has not been published", field=log.name(number))
+            raise VersionMissingError(f"version {number} has not been published", field="version", found=number,
+                                      expected=f"at most {self.head()}, the newest of run {self.run_id()}")  # fmt: skip
         if found.kind == EXPIRED:
             raise VersionExpiredError(
                 "version was collected",
