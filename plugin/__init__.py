@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from weight_sync.replica import Replica, SyncReport
     from weight_sync.reports import PublishReport
     from weight_sync.tensors import TensorSpec
+    from weight_sync.trajectory import TrajectoryInbox
 
 __version__ = "0.1.0"
 
@@ -25,8 +26,10 @@ _HOMES = {
     "PublishReport": "weight_sync.reports",
     "Publisher": "weight_sync.publisher",
     "Replica": "weight_sync.replica",
+    "RolloutClient": "weight_sync.adapters.rollout",  # by name alone: it needs an extra
     "SyncReport": "weight_sync.replica",
     "TensorSpec": "weight_sync.tensors",
+    "TrajectoryInbox": "weight_sync.trajectory",
     "WeightSyncError": "weight_sync.errors",
 }
 
@@ -36,8 +39,10 @@ __all__ = [
     "PublishReport",
     "Publisher",
     "Replica",
+    "RolloutClient",
     "SyncReport",
     "TensorSpec",
+    "TrajectoryInbox",
     "WeightSyncError",
     "__version__",
 ]

@@ -6,6 +6,7 @@ Owns the tree and the shape of a message. Owns no decision: rooms raise these, c
     ├── InputError            fix the input, then call again
     │   ├── ConfigError       a key, a value or a URI of the configuration
     │   ├── TensorError       a tensor that was offered: name, dtype, shape, value
+    │   ├── TrajectoryError   a trajectory that was sent: which field, and why it cannot be learnt from
     │   └── LayoutError       storage and checkpoint coordinates do not fit together
     │       └── UntraceableError  a converter does arithmetic; probe or gather instead
     ├── CorruptionError       stored or received bytes are not what was written: fetch again, then give up
@@ -20,6 +21,7 @@ Owns the tree and the shape of a message. Owns no decision: rooms raise these, c
     │   └── VersionNotReadyError  it was not reached within the time given
     ├── StoreError            the store refused or failed
     │   ├── StoreUnavailableError may pass: try again later
+    │   │   └── InboxFullError    the trainer is behind: send again after retry_after_s
     │   ├── StoreFullError        no space left
     │   └── StoreReadOnlyError    no permission to write
     ├── EngineError           an engine could not do what was asked; it still serves its old version
@@ -42,6 +44,7 @@ __all__ = [
     "EpochFencedError",
     "ForkRequiredError",
     "FormatError",
+    "InboxFullError",
     "InputError",
     "LayoutError",
     "LineageError",
@@ -50,6 +53,7 @@ __all__ = [
     "StoreReadOnlyError",
     "StoreUnavailableError",
     "TensorError",
+    "TrajectoryError",
     "UntraceableError",
     "VersionError",
     "VersionExpiredError",
@@ -95,6 +99,10 @@ class ConfigError(InputError):
 
 class TensorError(InputError):
     """A tensor that was offered cannot be published or received as it is."""
+
+
+class TrajectoryError(InputError):
+    """A trajectory that was sent cannot be learnt from; nothing of its batch was kept."""
 
 
 class LayoutError(InputError):
@@ -151,6 +159,18 @@ class StoreError(WeightSyncError):
 
 class StoreUnavailableError(StoreError):
     """The store failed in a way that may pass."""
+
+
+class InboxFullError(StoreUnavailableError):
+    """The trainer does not take trajectories as fast as they come; nothing of the batch was kept.
+
+    Attributes:
+        retry_after_s: seconds after which there probably is room.
+    """
+
+    def __init__(self, what: str, retry_after_s: float, **parts: Any) -> None:
+        super().__init__(what, **parts)
+        self.retry_after_s = retry_after_s
 
 
 class StoreFullError(StoreError):

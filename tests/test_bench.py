@@ -335,3 +335,18 @@ def test_a_checkpoint_folder_is_trained(tmp_path: Path) -> None:
     assert exercises.reward(exercise, [1]) == pytest.approx(-0.02)
     row = next(bench_density(Trainer(loaded, exercises, "adam", "sft", 1e-5, 0), 1))
     assert row.changed > 0
+
+
+# --- inbox --------------------------------------------------------------------------------------------------------
+
+
+def test_the_inbox_row_says_what_was_measured(tmp_path: Path) -> None:
+    rows = bench(
+        "inbox", "--senders", "1,3", "--count", "60", "--batch", "7", "--tokens", "5", "--folder", str(tmp_path)
+    )
+    assert [(row["senders"], row["batch"], row["trajectories"], row["tokens"]) for row in rows["rows"]] == [
+        (1, 7, 60, 5),
+        (3, 7, 60, 5),
+    ]
+    assert all(row[key] > 0 for row in rows["rows"] for key in ("put_per_s", "file_per_s", "take_per_s", "sync_ms"))
+    assert not list(tmp_path.iterdir()), "the bench leaves files behind"

@@ -74,7 +74,7 @@ class Trainer:
     def save(self, path: Path) -> None:
         """Masters, moments and step as one safetensors file.
 
-        It appears complete or not at all when the process is killed; not forced to disk, so a power cut may take it.
+        It appears complete or not at all, and is on the disk on return: the version that belongs to it comes after it.
         """
         tensors: dict[str, Tensor] = {}
         for name, master in self.masters.items():
@@ -82,7 +82,9 @@ class Trainer:
             tensors |= {f"master.{name}": master, f"mean.{name}": state["exp_avg"], f"var.{name}": state["exp_avg_sq"]}
         fresh = path.with_suffix(".new")
         save_file(tensors, fresh, metadata={"step": str(self.step)})
+        sync(fresh)
         os.replace(fresh, path)
+        sync(path.parent)
 
     def load(self, path: Path) -> None:
         """Goes on from where `save` was called."""
@@ -96,6 +98,15 @@ class Trainer:
                     "exp_avg_sq": file.get_tensor(f"var.{name}"),
                 }
         self._round()
+
+
+def sync(path: Path) -> None:
+    """Forces a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def advantages(samples: Sequence[Sample]) -> list[float]:

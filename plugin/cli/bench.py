@@ -1,4 +1,4 @@
-"""``weight-sync bench``: measures the codec, the digest, and the density of real updates.
+"""``weight-sync bench``: measures the codec, the digest, the inbox, and the density of real updates.
 
 Owns options and printing. Owns no measurement (bench/).
 """
@@ -11,18 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from weight_sync.cli.output import Output, share
+from weight_sync.cli.output import Output, share, size
 from weight_sync.errors import InputError
 
 if TYPE_CHECKING:
     from weight_sync.bench.codec import CodecRow
     from weight_sync.bench.density import DensityRow
     from weight_sync.bench.digest import DigestRow
+    from weight_sync.bench.inbox import InboxRow
     from weight_sync.bench.traces import Trace
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure the codec, the digest, and real updates.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Measure the codec, the digest, real updates, and transports."
+)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Threads = Annotated[int, typer.Option(min=1, help="Threads, on both sides of each comparison.")]
@@ -111,6 +114,69 @@ def density(
     _print(out, rows, _density_table)
 
 
+@app.command()
+def inbox(
+    json_: Json = False,
+    senders: Annotated[str, typer.Option(help="Threads that put at the same time, comma-separated.")] = "1,8",
+    batch: Annotated[int, typer.Option(min=1, help="Trajectories of one put.")] = 128,
+    count: Annotated[int, typer.Option(min=1, help="Trajectories in all.")] = 20_000,
+    tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each.")] = 512,
+    folder: Annotated[Path | None, typer.Option(help="Where: the disk decides. Default: the temporary folder.")] = None,
+) -> None:
+    """Trajectories per second with durable receipts, against a plain file that is synced as often."""
+    from weight_sync.bench.inbox import bench_inbox
+
+    threads = [int(word) for word in senders.split(",") if word.strip().isdigit()]
+    if not threads or min(threads) < 1 or len(threads) != len(senders.split(",")):
+        raise InputError("not numbers of threads", field="--senders", found=senders, expected="1,8")
+    _print(Output(json_), [bench_inbox(number, batch, count, tokens, folder) for number in threads], _inbox_table)
+
+
+@app.command()
+def transport(
+    json_: Json = False,
+    mebibytes: Annotated[int, typer.Option(min=1, help="Size of the object that is copied.")] = 256,
+    rounds: Rounds = 5,
+    fan: Annotated[
+        str, typer.Option(help="Replicas, or replicas/relays, comma-separated; empty: none.")
+    ] = "1,200,1000/10",
+    versions: Annotated[int, typer.Option(min=1, help="Versions of each fan-out.")] = 3,
+    link: Annotated[bool, typer.Option(help="Measure a long thin link, where one can be emulated.")] = True,
+    full: Annotated[bool, typer.Option("--full", help="Over the link, also a whole state: half a minute.")] = False,
+    connections: Annotated[int, typer.Option(min=1, help="Of both sides, over the link.")] = 4,
+    rate: Annotated[float, typer.Option(help="Of the link, Mbit/s.")] = 100.0,
+    rtt: Annotated[float, typer.Option(help="Of the link, ms.")] = 80.0,
+    loss: Annotated[float, typer.Option(help="Of the link, percent of packets.")] = 0.1,
+    elements: Annotated[
+        int, typer.Option(min=1, help="Of the model behind the link; default: SmolLM2-135M's.")
+    ] = 134_515_008,
+    density: Annotated[float, typer.Option(help="Share of them that a step changes.")] = 0.005,
+) -> None:
+    """The gRPC transport: loopback against a plain socket copy, fan-out to simulated replicas, a long thin link.
+
+    The link is emulated between two network namespaces, which needs root and /dev/net/tun. Bare TCP moves the same
+    bytes over as many connections, equally warm, in turn with each round.
+    """
+    from weight_sync.registry import find
+
+    out = Output(json_)
+    measure = find("transports", "grpc").benchmarks()
+    copy = measure.bench_copy(mebibytes, rounds)
+    out.note(f"copy: {copy.grpc_fetch_share_of_socket_copy:.2f} of a socket copy")
+    fans = []
+    for word in filter(None, fan.split(",")):
+        replicas, _, relays = word.partition("/")
+        if not (replicas.isdecimal() and (relays or "0").isdecimal()):
+            raise InputError("not a fan-out", field="--fan", found=word, expected="200, or 1000/10")
+        fans.append(measure.bench_fan(int(replicas), int(relays or 0), versions))
+        out.note(f"fan-out {word}: {fans[-1].copies_per_direct_child:.2f} copies per direct child")
+    why = measure.why_not() if link else "not asked for"
+    rows = [] if why else measure.bench_link(rate, rtt, loss, elements, density, connections, rounds, full=full)
+    document = {"copy": copy.to_json(), "fan": [row.to_json() for row in fans], "link": [row.to_json() for row in rows],
+                "no_link": why, "grpc_fetch_share_of_socket_copy": copy.grpc_fetch_share_of_socket_copy}  # fmt: skip
+    out.result(document, lambda: _transport_tables(out, document))
+
+
 # --- printing -----------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +224,42 @@ def _digest_table(out: Output, rows: Sequence[DigestRow]) -> None:
     ]  # fmt: skip
     out.table(columns, cells)
     out.text("GB/s: per CPU-second, the digest's over both lanes; update: per changed element, written and digested")
+
+
+def _inbox_table(out: Output, rows: Sequence[InboxRow]) -> None:
+    columns = (("senders", "right"), ("batch", "right"), ("bytes", "right"), ("put /s", "right"), ("plain file /s", "right"),
+               ("take /s", "right"), ("put CPU us", "right"), ("sync ms", "right"))  # fmt: skip
+    cells = [
+        (str(row.senders), str(row.batch), str(row.bytes), f"{row.put_per_s:.0f}", f"{row.file_per_s:.0f}",
+         f"{row.take_per_s:.0f}", f"{row.put_cpu_us:.0f}", f"{row.sync_ms:.1f}")
+        for row in rows
+    ]  # fmt: skip
+    out.table(columns, cells)
+    out.text("put: with durable receipts; plain file: the same bytes and batches, each followed by fdatasync")
+
+
+def _transport_tables(out: Output, document: dict[str, Any]) -> None:
+    copy = document["copy"]
+    out.facts([
+        ("object", f"{copy['bytes'] >> 20} MiB in chunks of {copy['chunk_bytes'] >> 10} KiB"),
+        ("gRPC", f"{copy['grpc_gb_per_s']:.2f} GB/s, {copy['grpc_cpu_s_per_gb']:.2f} CPU s/GB"),
+        ("socket copy", f"{copy['socket_gb_per_s']:.2f} GB/s, {copy['socket_cpu_s_per_gb']:.2f} CPU s/GB"),
+        ("share", f"{copy['grpc_fetch_share_of_socket_copy']:.2f}"),
+    ])  # fmt: skip
+    columns = (("replicas", "right"), ("relays", "right"), ("patch", "right"), ("copies per child", "right"),
+               ("server CPU s", "right"), ("seconds to all", "right"))  # fmt: skip
+    out.table(columns, [
+        (str(row["replicas"]), str(row["relays"]), size(row["patch_bytes"]), f"{row['copies_per_direct_child']:.3f}",
+         f"{row['server_cpu_s_per_version']:.3f}", f"{row['seconds_to_all']:.2f}")
+        for row in document["fan"]
+    ])  # fmt: skip
+    if document["no_link"]:
+        out.text(f"no link: {document['no_link']}")
+        return
+    columns = ("what", ("bytes", "right"), ("gRPC s", "right"), ("TCP s", "right"), ("ratio", "right"),
+               ("bound s", "right"))  # fmt: skip
+    out.table(columns, [(row["what"], size(row["bytes"]), f"{row['grpc_s']:.3f}", f"{row['tcp_s']:.3f}",
+                         f"{row['ratio']:.2f}", f"{row['bound_s']:.3f}") for row in document["link"]])  # fmt: skip
 
 
 def _density_table(out: Output, rows: Sequence[DensityRow]) -> None:

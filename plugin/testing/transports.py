@@ -45,7 +45,8 @@ def check_transport(
         keep_versions: that the transports were configured with.
         only: claims to check, by name; all without it.
 
-    Claims about history are left out for a transport whose publisher end says ``keeps_history = False``.
+    Claims about history are left out for a transport whose publisher end says ``keeps_history = False``. In the other
+    claims the readers that read bits are there before those are published, so that a push transport can keep them, too.
 
     Returns the names of the claims that were checked. Raises AssertionError that begins with the claim's name.
     """
@@ -165,12 +166,13 @@ def _a_version_is_visible_after_its_commit_and_not_before(world: _World) -> None
 
 def _all_ranks_store_shards_and_rank_0_commits(world: _World) -> None:
     end, run = world.opened()
+    replica = world.replica()
     other = world.publisher(1, 2)
     other.attach(run)
     refs = [end.put_shard(0, _shard("anchor", b"one")), other.put_shard(0, _shard("anchor", b"two", rank=1))]
     refs.append(other.put_shard(0, _shard("anchor-1", b"", rank=1)))
     end.commit(_manifest(run, 0, None, refs))
-    found = _content(world.replica(), 0)
+    found = _content(replica, 0)
     assert found == [b"head of it" + body for body in (b"one", b"two", b"")], "shards of several ranks were mixed up"
 
 
@@ -225,8 +227,8 @@ def _an_aborted_number_stays_closed(world: _World) -> None:
 def _ranges_of_a_shard_can_be_read(world: _World) -> None:
     end, run = world.opened()
     body = secrets.token_bytes(3 << 20)
-    _publish(end, run, None, body)
     replica = world.replica()
+    _publish(end, run, None, body)
     ref = replica.manifest(0).views[0].shards[0]
     whole = b"head of it" + body
     assert ref.size == len(whole), "the size is wrong"
@@ -251,6 +253,19 @@ def _wait_ends_with_a_commit_or_at_its_limit(world: _World) -> None:
         assert found[-1:] == [expected], f"wait after {after} ended with {found[-1:]}"
     began = time.monotonic()
     assert replica.wait(1, 0.05) is None and time.monotonic() - began >= 0.05, "wait gave up before its limit"
+
+
+def _a_reader_that_comes_late_gets_the_bits_or_is_told(world: _World) -> None:
+    end, run = world.opened()
+    _publish(end, run, None, b"before")
+    late = world.replica()
+    try:
+        assert _content(late, 0) == [b"head of it" + b"before"], "a reader that came late gets other bits"
+    except VersionExpiredError:
+        late.want("late", 0)
+        assert "late" in end.wants(), "a reader that came late cannot ask for a full state"
+    number = _publish(end, run, 0, b"after", kind=ANCHOR)
+    assert _content(late, number) == [b"head of it" + b"after"], "a reader that came late does not get what follows"
 
 
 # --- history -----------------------------------------------------------------------------------------------------------
@@ -339,7 +354,8 @@ def _trajectories_arrive_at_least_once(world: _World) -> None:
     replica = world.replica()
     replica.head()
     ids = [f"t{k}" for k in range(5)]
-    batch = [trajectory_pb2.Trajectory(id=i, run_id=run.run_id, output_token_ids=[1, 2]) for i in ids]
+    span = trajectory_pb2.VersionSpan(number=0, begin=0, end=2)
+    batch = [trajectory_pb2.Trajectory(id=i, run_id="r", output_token_ids=[1, 2], spans=[span]) for i in ids]
     receipts = replica.send_trajectories(batch)
     assert [(r.id, r.duplicate) for r in receipts] == [(i, False) for i in ids], "not every trajectory has a receipt"
     again = replica.send_trajectories(batch[:1])
@@ -372,6 +388,7 @@ _CLAIMS: dict[str, Callable[[_World], None]] = {
         _an_aborted_number_stays_closed,
         _ranges_of_a_shard_can_be_read,
         _wait_ends_with_a_commit_or_at_its_limit,
+        _a_reader_that_comes_late_gets_the_bits_or_is_told,
         _older_versions_stay_readable,
         _a_lease_keeps_a_version_and_what_it_needs,
         _a_fork_is_a_run_of_its_own,
