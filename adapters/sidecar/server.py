@@ -1,0 +1,196 @@
+"""Runs a sidecar: builds its parts, listens, and takes everything down again.
+
+Owns start and end of the process's sockets and threads. Owns no option (settings.py) and no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from weight_sync.adapters.sidecar.app import App
+from weight_sync.adapters.sidecar.driver import Driver
+from weight_sync.adapters.sidecar.engine import GatedEngine, ServedEngine
+from weight_sync.adapters.sidecar.gate import Gate
+from weight_sync.adapters.sidecar.paths import Blocklist
+from weight_sync.adapters.sidecar.proxy import Proxy
+from weight_sync.adapters.sidecar.settings import Settings
+from weight_sync.adapters.sidecar.status import Status
+from weight_sync.adapters.sidecar.watch import HeadWatch, Watchdog
+from weight_sync.config import Config
+from weight_sync.errors import ConfigError, DeadlineError
+from weight_sync.replica import Replica
+from weight_sync.reports import SyncReport
+
+__all__ = ["serve"]
+
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 75  # longer than clients keep connections, so that none is closed under a request
+_HEAD_LIMIT = 64 << 10  # bytes of a request line and its headers
+
+
+def serve(
+    engine_class: Callable[[str, Config], Any],
+    config: Config,
+    on_listen: Callable[[str], None],
+    on_commit: Callable[[SyncReport], None],
+    on_error: Callable[[Exception], None],
+    **options: Any,
+) -> None:
+    """Serves until SIGINT or SIGTERM, which are raised again in the end. In the main thread.
+
+    Args:
+        engine_class: of an engine that answers HTTP requests (`ServedEngine`), from ``weight_sync.engines``.
+        on_listen: told the address once clients can connect.
+        on_commit, on_error: told in the replica's thread, errors once in a row.
+        options: of `Settings`.
+
+    Raises ConfigError for an option that cannot be used, an engine that cannot be served and an address that is taken;
+    DeadlineError when the replica did not end in time.
+    """
+    settings = Settings(**options)
+    engine = _engine(engine_class, settings, config)
+    with ExitStack() as stack:
+        stack.callback(engine.close)
+        gate = Gate(settings.head_trust_s, settings.wait_s)
+        gated = GatedEngine(engine, gate, settings.drain_s, settings.fallback)
+        driver = Driver(Replica.open(config, gated), gate)
+        gate.on_behind = driver.wake
+        status = Status(driver, gate, gated)
+        driver.listeners.commit.append(on_commit)
+        driver.listeners.error.append(on_error)
+        watchdog, heads = Watchdog(engine, driver, settings), HeadWatch(config, driver, gate)
+        proxy = Proxy(
+            gate, settings.engine_url, Blocklist(engine.control_routes), settings.body_limit, watchdog.look_now,
+            status.count,
+        )  # fmt: skip
+        server = _Server(_uvicorn_config(App(proxy, status, driver.wake), settings), gate)
+        listening = stack.enter_context(_listening(settings))
+        stack.callback(_stop, driver, settings.stop_s)
+        for thread in (driver, watchdog, heads):
+            thread.start()
+        stack.callback(watchdog.stop, settings.watch_timeout_s)
+        stack.callback(heads.stop, settings.watch_timeout_s)
+        on_listen(_spelt(listening, settings))
+        server.run(sockets=[listening])
+
+
+def _engine(engine_class: Callable[[str, Config], Any], settings: Settings, config: Config) -> ServedEngine:
+    if not callable(getattr(engine_class, "alive", None)):
+        raise ConfigError("this engine answers no HTTP requests", field="engine",
+                          found=getattr(engine_class, "__name__", engine_class),
+                          expected="an engine with control_routes and alive()")  # fmt: skip
+    engine: ServedEngine = engine_class(settings.engine_url, config)
+    return engine
+
+
+def _stop(driver: Driver, timeout: float) -> None:
+    if not driver.stop(timeout):
+        raise DeadlineError("the replica did not end in time", field="stop_s", expected=f"within {timeout:g} s",
+                            do="look whether the engine is paused")  # fmt: skip
+
+
+class _Server(uvicorn.Server):
+    """Sends away who waits at the gate as soon as a signal arrives, so that the end need not wait for them."""
+
+    def __init__(self, config: uvicorn.Config, gate: Gate) -> None:
+        super().__init__(config)
+        self._gate = gate
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """In the event loop."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """At SIGINT and SIGTERM: interrupts whatever the thread does, so the gate's lock may be held right now."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._gate.end)
+        super().handle_exit(sig, frame)
+
+
+class _BoundedHead(HttpToolsProtocol):
+    """Closes connections on which a request line and headers do not end: their bytes are held until they do."""
+
+    _held = 0
+    _in_head = True
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a client."""
+        self._held += len(data)
+        super().data_received(data)
+        if self._in_head and self._held > _HEAD_LIMIT:
+            self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        """Of a request."""
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The next bytes are those of another request."""
+        self._in_head, self._held = True, 0
+        super().on_message_complete()
+
+
+def _uvicorn_config(app: App, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app, http=_BoundedHead, ws="none", lifespan="on", log_config=None, access_log=False, server_header=False,
+        date_header=False, proxy_headers=False, backlog=_BACKLOG, timeout_graceful_shutdown=max(1, round(settings.stop_s)),
+        timeout_keep_alive=_KEEP_ALIVE_S,        ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
+    )  # fmt: skip
+
+
+@contextmanager
+def _listening(settings: Settings) -> Iterator[socket.socket]:
+    """The bound socket; the file of a Unix socket goes in the end. Raises ConfigError."""
+    address = settings.address
+    try:
+        if isinstance(address, str):
+            bound = _bind_unix(address)
+        else:
+            family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+            bound = socket.create_server(address, family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError("cannot listen", field="listen", found=f"{settings.listen}: {error.strerror}",
+                          do="choose another address, or end who listens there") from error  # fmt: skip
+    with bound:
+        try:
+            yield bound
+        finally:
+            if isinstance(address, str) and os.path.exists(address):
+                os.unlink(address)
+
+
+def _bind_unix(path: str) -> socket.socket:
+    """For this user alone. A socket that nobody listens at any more is replaced, nothing else is."""
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(path) != 0:
+                os.unlink(path)
+    before = os.umask(0o177)
+    try:
+        bound.bind(path)
+    finally:
+        os.umask(before)
+    bound.listen(_BACKLOG)
+    return bound
+
+
+def _spelt(bound: socket.socket, settings: Settings) -> str:
+    if isinstance(settings.address, str):
+        return f"unix:{settings.address}"
+    host, port = bound.getsockname()[:2]
+    scheme = "http" if settings.tls_cert is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
