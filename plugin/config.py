@@ -3,8 +3,9 @@
 Owns the configuration model and the reading of the environment. Owns no host syntax and opens nothing.
 
 Environment, read here and nowhere else:
-    WEIGHT_SYNC_THREADS  default of ``threads``
-    WEIGHT_SYNC_CRASH_AT used by the fault tests only: name of a step at which the process kills itself
+    WEIGHT_SYNC_THREADS     default of ``threads``
+    WEIGHT_SYNC_RUNTIME_DIR folder of the sockets on which engines of this host are driven
+    WEIGHT_SYNC_CRASH_AT    used by the fault tests only: name of a step at which the process kills itself
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from weight_sync.errors import ConfigError
 
-__all__ = ["Config", "check_name", "crash_point", "load"]
+__all__ = ["Auth", "Config", "Rdma", "Signing", "Tls", "Token", "check_name", "crash_point", "load"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -45,6 +46,12 @@ def default_threads() -> int:
     if not given.isdigit() or int(given) < 1:
         raise ConfigError("not a thread count", field="WEIGHT_SYNC_THREADS", found=given, expected="1 or more")
     return int(given)
+
+
+def runtime_dir() -> Path:
+    """WEIGHT_SYNC_RUNTIME_DIR, else a folder in /tmp of this user; not made here. Engine and driver must agree on it."""
+    given = os.environ.get("WEIGHT_SYNC_RUNTIME_DIR")
+    return Path(given) if given else Path(f"/tmp/weight_sync-{os.getuid()}")
 
 
 def crash_point(step: str) -> None:
@@ -77,10 +84,81 @@ class Outlet(_Keys):
     uri: str
 
 
+class Tls(_Keys):
+    """Files for TLS, all PEM. A server needs cert and key; a client that is asked for a certificate, too."""
+
+    cert: str | None = Field(None, description="certificate chain of this side")
+    key: str | None = Field(None, description="private key of that certificate")
+    ca: str | None = Field(None, description="issuers of servers that this side trusts; default: the system's")
+    client_ca: str | None = Field(
+        None, description="issuers of client certificates, which a server then demands: mutual TLS"
+    )
+    server_name: str | None = Field(None, description="name in the server's certificate when it is not the host's")
+
+    @model_validator(mode="after")
+    def _pair(self) -> Tls:
+        if (self.cert is None) != (self.key is None):
+            raise ConfigError("half a pair", field="tls", found="cert" if self.key is None else "key",
+                              expected="cert and key")  # fmt: skip
+        return self
+
+
+class Token(_Keys):
+    """A token that a server knows."""
+
+    token: str | None = Field(None, repr=False, description="the token itself")
+    token_file: str | None = Field(None, description="file that holds the token")
+    roles: tuple[Literal["publish", "follow", "return", "admin"], ...] = Field(description="what it may do")
+
+
+class Auth(_Keys):
+    """Bearer tokens: what a client shows, what a server knows."""
+
+    token: str | None = Field(None, repr=False, description="token that this side shows")
+    token_file: str | None = Field(None, description="file that holds it")
+    tokens: tuple[Token, ...] = Field((), description="tokens that a server knows; none: nobody is asked for one")
+
+
+class Signing(_Keys):
+    """Ed25519 signatures over manifests; keys are PEM files."""
+
+    key: str | None = Field(None, description="private key with which a publisher signs")
+    key_id: str = Field("", description="name under which readers know that key")
+    trusted: dict[str, str] = Field(
+        default_factory=dict, description="public keys by key_id; with any, a reader takes signed versions only"
+    )
+
+
+class Rdma(_Keys):
+    """Of the rdma backend; docs/rdma.md says what to set on a cluster."""
+
+    commit: Literal["shadow", "direct"] = Field(
+        "shadow", description="land beside the live weights, or straight in them inside the fence (no undo)"
+    )
+    transports: str | None = Field(None, description="UCX_TLS; default: UCX's choice, tcp and sm without RDMA devices")
+    devices: str | None = Field(None, description="UCX_NET_DEVICES; default: UCX's choice")
+    chunk_bytes: int = Field(8 << 20, ge=1 << 12, description="largest write of a schedule")
+    in_flight: int = Field(4, ge=1, le=1024, description="posts in flight to one engine rank")
+    staging_bytes: int = Field(256 << 20, ge=1 << 16, description="most memory for bits on their way to one engine")
+    gather_bytes: int = Field(
+        16 << 10, ge=0, description="strided bits with shorter runs are gathered before they are written"
+    )
+    ring_bytes: int = Field(0, ge=0, description="room for patches in each engine's memory; 0: whole states only")
+    sparse_share: float = Field(0.25, ge=0, le=1, description="patches up to this share of a state travel as patches")
+    window_s: float = Field(60.0, gt=0, description="longest wait for a version to land")
+    patience_s: float = Field(5.0, ge=0, description="how long a new version waits for writes of the one before")
+    poll_s: float = Field(0.002, gt=0, description="pause between looks for end notes in the receive window")
+
+
+_OF_SCHEME = {"grpc": "grpc", "grpcs": "grpc", "rdma": "rdma"}  # every other scheme is a store's
+
+
 class Config(_Keys):
     """The ``weight_sync`` block."""
 
-    backend: str = Field("file", description="rdma | grpc | file | the name of a registered transport")
+    backend: str = Field(
+        "file", description="rdma | grpc | file | the name of a registered transport; default: by the URI's scheme"
+    )
     uri: str = Field(description="where versions go or come from: file:///path, s3://bucket/prefix, a plain path, ...")
     base: str | None = Field(None, description="checkpoint that engines boot from: a folder of safetensors files")
     base_hf_id: str = Field("", description="hub name of the base, as a hint for engines")
@@ -90,6 +168,21 @@ class Config(_Keys):
     )
     also: tuple[Outlet, ...] = Field((), description="further outlets of the same publish")
     store: str | None = Field(None, description="where a push or grpc publisher keeps history")
+    listen: str | None = Field(None, description="host:port that a server listens on; default: the one of the uri")
+    insecure: bool = Field(False, description="listen, or show a token, in the open where that would be refused")
+    tls: Tls = Field(default_factory=Tls, description="files for TLS")
+    auth: Auth = Field(default_factory=Auth, description="bearer tokens")
+    signing: Signing = Field(default_factory=Signing, description="signatures over manifests")
+    rdma: Rdma = Field(default_factory=Rdma, description="of the rdma backend")
+    connections: int = Field(4, ge=1, le=64, description="connections that large reads from a server use at once")
+    calls_per_s: float = Field(2000.0, gt=0, description="calls per second that a server grants to one machine")
+    cache_bytes: int = Field(32 << 30, ge=1 << 20, description="quota of a server's or relay's cache on disk")
+    metrics: str | None = Field(None, description="host:port where a server shows Prometheus metrics")
+    inbox: str | None = Field(
+        None, description="SQLite file of the trainer's inbox; default: a server's is in its store"
+    )
+    inbox_count: int = Field(100_000, ge=1, description="most trajectories that wait in the inbox; then engines wait")
+    inbox_bytes: int = Field(4 << 30, ge=1 << 20, description="most bytes that wait in the inbox; then engines wait")
     run_id: str | None = Field(
         None, description="run to open or follow; default: the newest in the store, else a new one"
     )
@@ -110,6 +203,9 @@ class Config(_Keys):
     refuse_nonfinite: bool = Field(False, description="refuse to publish NaN and infinity instead of carrying them")
     threads: int = Field(default_factory=default_threads, ge=1, le=256, description="threads of the codec")
     overlap: bool = Field(False, description="upload and commit in the background while training goes on")
+    wait_acks: int = Field(
+        0, ge=0, description="replicas that must serve a version before a host's training goes on; 0: none"
+    )
     timeout_s: float = Field(600.0, gt=0, description="limit of any single wait")
     poll_s: float = Field(0.2, gt=0, description="mean pause between looks at a store, jittered by half")
     lease_ttl_s: int = Field(600, ge=1, description="life of a lease that is not renewed")
@@ -124,6 +220,15 @@ class Config(_Keys):
     store_options: dict[str, str] = Field(
         default_factory=dict, description="options of the object store: endpoint, region, credentials"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _backend_by_scheme(cls, data: Any) -> Any:
+        uri = data.get("uri") if isinstance(data, dict) else None
+        if isinstance(uri, str) and "backend" not in data:
+            scheme, found, _ = uri.partition("://")
+            return {**data, "backend": _OF_SCHEME.get(scheme, "file") if found else "file"}
+        return data
 
     @field_validator("run_id")
     @classmethod
@@ -181,6 +286,14 @@ def load(source: Mapping[str, Any] | str | Path, **overrides: Any) -> Config:
         raise _config_error(error) from error
 
 
+def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Names of keys, those of nested blocks with dots."""
+    for name, info in model.model_fields.items():
+        yield prefix + name
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from _all_keys(info.annotation, f"{prefix}{name}.")
+
+
 def _config_error(error: ValidationError) -> ConfigError:
     found = error.errors()
     # a misspelt key often is why another one is missing
@@ -190,7 +303,7 @@ def _config_error(error: ValidationError) -> ConfigError:
         return cause
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, list(Config.model_fields), n=1, cutoff=0.0)
+        near = difflib.get_close_matches(key, list(_all_keys(Config)), n=1, cutoff=0.0)
         return ConfigError(
             "unknown key",
             field=f"weight_sync.{key}",

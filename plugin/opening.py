@@ -19,6 +19,7 @@ from weight_sync.history import first_version, view_of
 from weight_sync.layout.box import Box
 from weight_sync.ports import DensePiece, Group, OpenedRun, PublisherEnd, ReplicaEnd, Transport
 from weight_sync.proto.v1 import common_pb2, manifest_pb2, report_pb2
+from weight_sync.signing import signer
 
 __all__ = ["base_digests", "open_run", "ship_base"]
 
@@ -26,6 +27,7 @@ __all__ = ["base_digests", "open_run", "ship_base"]
 def open_run(config: Config, transport: Transport, end: PublisherEnd, group: Group) -> OpenedRun:
     """Rank 0 claims the run, the others are told. Raises the same error on every rank."""
     mine: list[OpenedRun] = []
+    signer(config.signing)  # a bad key must not fence the publisher that has a good one
 
     def claim(_: Sequence[bytes]) -> bytes:
         opened = end.open_run(config.run_id, fork_of=_fork_of(config, transport), writer=writer_name())

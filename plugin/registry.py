@@ -14,7 +14,7 @@ from weight_sync.ports import Transport
 
 __all__ = ["find", "names", "open_transport"]
 
-_IN_THE_MAKING = ("grpc", "rdma")  # names that no third party should take
+_IN_THE_MAKING = ("rdma",)  # names that no third party should take
 
 
 def names(group: str) -> list[str]:

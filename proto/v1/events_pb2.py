@@ -17,7 +17,7 @@ from weight_sync.proto.v1 import manifest_pb2 as weight__sync_dot_proto_dot_v1_d
 from weight_sync.proto.v1 import replica_pb2 as weight__sync_dot_proto_dot_v1_dot_replica__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!weight_sync/proto/v1/events.proto\x12\x0eweight_sync.v1\x1a!weight_sync/proto/v1/common.proto\x1a#weight_sync/proto/v1/manifest.proto\x1a\"weight_sync/proto/v1/replica.proto\"4\n\nRunStarted\x12&\n\x03run\x18\x01 \x01(\x0b\x32\x19.weight_sync.v1.RunRecord\"\x94\x01\n\x0e\x45ntryCommitted\x12*\n\x07version\x18\x01 \x01(\x0b\x32\x19.weight_sync.v1.VersionId\x12\'\n\x04kind\x18\x02 \x01(\x0e\x32\x19.weight_sync.v1.EntryKind\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x06parent\x18\x04 \x01(\x04H\x00\x88\x01\x01\x42\t\n\x07_parent\"\xb7\x01\n\x05\x45vent\x12\x31\n\x0brun_started\x18\x01 \x01(\x0b\x32\x1a.weight_sync.v1.RunStartedH\x00\x12\x39\n\x0f\x65ntry_committed\x18\x02 \x01(\x0b\x32\x1e.weight_sync.v1.EntryCommittedH\x00\x12\x37\n\x0c\x61\x63knowledged\x18\x03 \x01(\x0b\x32\x1f.weight_sync.v1.AcknowledgementH\x00\x42\x07\n\x05\x65ventb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!weight_sync/proto/v1/events.proto\x12\x0eweight_sync.v1\x1a!weight_sync/proto/v1/common.proto\x1a#weight_sync/proto/v1/manifest.proto\x1a\"weight_sync/proto/v1/replica.proto\"4\n\nRunStarted\x12&\n\x03run\x18\x01 \x01(\x0b\x32\x19.weight_sync.v1.RunRecord\"\xc7\x01\n\x0e\x45ntryCommitted\x12*\n\x07version\x18\x01 \x01(\x0b\x32\x19.weight_sync.v1.VersionId\x12\'\n\x04kind\x18\x02 \x01(\x0e\x32\x19.weight_sync.v1.EntryKind\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x06parent\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x31\n\x08manifest\x18\x05 \x01(\x0b\x32\x1f.weight_sync.v1.VersionManifestB\t\n\x07_parent\"\xb7\x01\n\x05\x45vent\x12\x31\n\x0brun_started\x18\x01 \x01(\x0b\x32\x1a.weight_sync.v1.RunStartedH\x00\x12\x39\n\x0f\x65ntry_committed\x18\x02 \x01(\x0b\x32\x1e.weight_sync.v1.EntryCommittedH\x00\x12\x37\n\x0c\x61\x63knowledged\x18\x03 \x01(\x0b\x32\x1f.weight_sync.v1.AcknowledgementH\x00\x42\x07\n\x05\x65ventb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -27,7 +27,7 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_RUNSTARTED']._serialized_start=161
   _globals['_RUNSTARTED']._serialized_end=213
   _globals['_ENTRYCOMMITTED']._serialized_start=216
-  _globals['_ENTRYCOMMITTED']._serialized_end=364
-  _globals['_EVENT']._serialized_start=367
-  _globals['_EVENT']._serialized_end=550
+  _globals['_ENTRYCOMMITTED']._serialized_end=415
+  _globals['_EVENT']._serialized_start=418
+  _globals['_EVENT']._serialized_end=601
 # @@protoc_insertion_point(module_scope)

@@ -14,16 +14,18 @@ class RunStarted(_message.Message):
     def __init__(self, run: _Optional[_Union[_manifest_pb2.RunRecord, _Mapping]] = ...) -> None: ...
 
 class EntryCommitted(_message.Message):
-    __slots__ = ("version", "kind", "epoch", "parent")
+    __slots__ = ("version", "kind", "epoch", "parent", "manifest")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
     version: _common_pb2.VersionId
     kind: _manifest_pb2.EntryKind
     epoch: int
     parent: int
-    def __init__(self, version: _Optional[_Union[_common_pb2.VersionId, _Mapping]] = ..., kind: _Optional[_Union[_manifest_pb2.EntryKind, str]] = ..., epoch: _Optional[int] = ..., parent: _Optional[int] = ...) -> None: ...
+    manifest: _manifest_pb2.VersionManifest
+    def __init__(self, version: _Optional[_Union[_common_pb2.VersionId, _Mapping]] = ..., kind: _Optional[_Union[_manifest_pb2.EntryKind, str]] = ..., epoch: _Optional[int] = ..., parent: _Optional[int] = ..., manifest: _Optional[_Union[_manifest_pb2.VersionManifest, _Mapping]] = ...) -> None: ...
 
 class Event(_message.Message):
     __slots__ = ("run_started", "entry_committed", "acknowledged")
