@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Prints the path of a virtual environment that holds what scripts/requirements/NAME.txt pins; builds it when needed.
-# What NAME.nodeps.txt lists, when there is one, is added without its dependencies.
+# What NAME.nodeps.txt lists, when there is one, is added without its dependencies; NAME.after.sh, when there is one, is
+# sourced last, with the new environment's folder as $1.
 #
 #   scripts/env.sh NAME        the shared one, ${WEIGHT_SYNC_CACHE:-~/.cache/weight_sync}/venvs/NAME-HASH
 #   scripts/env.sh NAME DIR    a thin one for this checkout: the shared one's packages and this checkout, editable
@@ -43,14 +44,15 @@ once() {
   ) 9>"$lock"
 }
 
-build_shared() { # PYTHON VENV REQUIREMENTS REQUIREMENTS-WITHOUT-DEPENDENCIES
+build_shared() { # PYTHON VENV REQUIREMENTS REQUIREMENTS-WITHOUT-DEPENDENCIES LAST-STEP
   local pip=("$2/bin/python" -m pip install -qq --no-input --disable-pip-version-check --progress-bar off) torch
   echo "env.sh: building $2" >&2
   "$1" -m venv --clear "$2" || return
   # torch first and alone: as a mere dependency of something else it may come as a build for other hardware
   if torch="$(grep -E '^torch==' "$3")"; then "${pip[@]}" "$torch" >&2 || return; fi
   "${pip[@]}" -r "$3" >&2 || return
-  [[ ! -f "$4" ]] || "${pip[@]}" --no-deps -r "$4" >&2
+  [[ ! -f "$4" ]] || "${pip[@]}" --no-deps -r "$4" >&2 || return
+  [[ ! -f "$5" ]] || . "$5" "$2"
 }
 
 build_thin() { # SHARED VENV ROOT
@@ -73,24 +75,26 @@ build_thin() { # SHARED VENV ROOT
 }
 
 main() {
-  local root name requirements bare python key shared thin
+  local root name requirements bare after python key shared thin
   root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
   name="${1:?usage: scripts/env.sh NAME [DIR]}"
   requirements="$root/scripts/requirements/$name.txt"
   bare="${requirements%.txt}.nodeps.txt"
+  after="${requirements%.txt}.after.sh"
   [[ -f "$requirements" ]] || die "no $requirements"
   python="$(find_python)"
   thin="${2:+$(realpath -m "$2")}"
   [[ ! -e "$thin" || -f "$thin/pyvenv.cfg" ]] || die "$thin exists and is no virtual environment; remove it or name another"
   key="$(
     {
-      cat "$requirements" "$([[ -f "$bare" ]] && echo "$bare" || echo /dev/null)"
+      cat "$requirements"
+      for extra in "$bare" "$after"; do [[ ! -f "$extra" ]] || cat "$extra"; done
       "$python" -c 'import platform, sys; print(sys.version, sys.base_prefix, platform.machine())'
     } | sha256sum
   )"
   key="${key:0:16}"
   shared="$(realpath -m "${WEIGHT_SYNC_CACHE:-$HOME/.cache/weight_sync}/venvs/$name-$key")"
-  once "$key" "$shared/.complete" build_shared "$python" "$shared" "$requirements" "$bare" || die "$shared could not be built"
+  once "$key" "$shared/.complete" build_shared "$python" "$shared" "$requirements" "$bare" "$after" || die "$shared could not be built"
   [[ -n "$thin" ]] || { echo "$shared"; return; }
   once "$shared $root $(sha256sum <"$root/pyproject.toml")" "$thin/.complete" build_thin "$shared" "$thin" "$root" ||
     die "$thin could not be built"

@@ -18,6 +18,8 @@ def main(out: Path) -> None:
     mapping = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
     shutil.rmtree(out, ignore_errors=True)
     for package, folder in sorted(mapping.items()):  # parents sort before their children
+        if package.partition(".")[0] != "weight_sync":
+            continue  # an alias of a folder that is linked as part of weight_sync
         target = out.joinpath(*package.split("."))
         if "." in package:
             target.symlink_to(ROOT / folder)

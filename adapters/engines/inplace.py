@@ -24,6 +24,7 @@ from weight_sync.layout.box import Box
 from weight_sync.layout.placement import Layout
 from weight_sync.layout.storage import check_storages
 from weight_sync.ports import Changes, DensePiece, Update
+from weight_sync.push import LAND
 from weight_sync.tensors import TensorSpec
 
 __all__ = ["InPlaceStore"]
@@ -38,7 +39,7 @@ class _Staged:
 
     update: Update
     keep_undo: bool
-    scatters: list[Scatter]
+    scatters: list[tuple[str, Scatter]]
     aliases: list[tuple[Changes, Scatter]]
     whole: list[DensePiece] | None
     addresses: dict[str, int]
@@ -59,6 +60,7 @@ class InPlaceStore:
     Attributes:
         table: the checkpoint's tensors.
         digest: of the bits in place; None until `audit` has told, and while they are in doubt.
+        parts: the same by tensor, of what is held here and without header terms; empty while ``digest`` is None.
     """
 
     def __init__(
@@ -76,21 +78,20 @@ class InPlaceStore:
             storages: the flat storages as they lie now; called anew for every operation, because hosts move weights.
             threads: that share the work.
             staging_bytes: most memory for whole tensors read ahead of the fence.
-            partial: other processes hold the rest; the digest then counts what is held here, and the header terms of
-                the tensors whose first element is.
+            partial: other processes hold the rest; the digest then counts what is held here, and no header terms.
 
         Raises LayoutError when the bits of the checkpoint cannot lie in the storages.
         """
         self.table: tuple[TensorSpec, ...] = layout.tensors
         self.digest: Digest | None = None
+        self.parts: dict[str, Digest] = {}
         self._layout, self._storages, self._threads = layout, storages, threads
         self._staging_bytes, self._partial = staging_bytes, partial
         now = storages()
         check_storages(layout, now)
         self._slots = slots_of(layout, {key: now[key].data_ptr() for key in layout.storages})
         self._routes = Routes(self._slots)
-        first = {slot.spec.name for slot in self._slots if slot.coords.offset == 0}
-        self._headers = Digest.sum(header_digest(s) for s in self.table if not partial or s.name in first)
+        self._headers = Digest.sum(() if partial else map(header_digest, self.table))
         self._staged: _Staged | None = None
         self._undo: _Undo | None = None
 
@@ -102,7 +103,7 @@ class InPlaceStore:
         Raises EngineInDoubtError when a float32 holds more than its served bf16, EngineError when the storages are not
         those that the layout was learnt from.
         """
-        self.digest = None
+        self._forget()
         memories, _ = self._resolve()
         for slot in self._slots:
             if self._is_widened(slot) and memories[_key(slot)].read(_lower(slot.place)).any():
@@ -111,14 +112,18 @@ class InPlaceStore:
                     field=slot.spec.name,
                     do="load the model from a bf16 checkpoint, or sync to rebuild it",
                 )
-        self.digest = self._headers + Digest.sum(
-            ordered_map(
-                lambda slot: memories[_key(slot)].digest(slot.spec, slot.coords, slot.place, 1),
-                self._slots,
-                self._threads,
-            )
+        found = ordered_map(
+            lambda slot: memories[_key(slot)].digest(slot.spec, slot.coords, slot.place, 1), self._slots, self._threads
         )
+        parts: dict[str, Digest] = {}
+        for slot, digest in zip(self._slots, found, strict=True):
+            parts[slot.spec.name] = parts.get(slot.spec.name, Digest()) + digest
+        self.parts, self.digest = parts, self._headers + Digest.sum(parts.values())
         return self.digest
+
+    def _forget(self) -> None:
+        """Nobody knows what is in place."""
+        self.parts, self.digest = {}, None
 
     def _resolve(self) -> tuple[_Memories, dict[str, int]]:
         """The memories and the addresses of the storages as they lie now."""
@@ -150,7 +155,7 @@ class InPlaceStore:
         self._staged = self._undo = None
         self._check(update)
         memories, addresses = self._resolve()
-        scatters: list[Scatter] = []
+        scatters: list[tuple[str, Scatter]] = []
         aliases: list[tuple[Changes, Scatter]] = []
         for changes in update.changes:
             for slot in self._find(changes.spec, changes.coords):
@@ -159,8 +164,9 @@ class InPlaceStore:
                 if slot.alias:
                     aliases.append((part, ready))
                 else:
-                    scatters.append(ready)
+                    scatters.append((changes.spec.name, ready))
         size = sum(spec.nbytes for spec in self.table) if update.full else 0
+        keep_undo = keep_undo and LAND not in update.extra  # bits that go straight into place leave no old ones
         whole = list(update.dense()) if size <= self._staging_bytes else None
         self._staged = _Staged(update, keep_undo, scatters, aliases, whole, addresses)
 
@@ -216,6 +222,9 @@ class InPlaceStore:
 
     def _write(self, staged: _Staged, memories: _Memories, undo: _Undo) -> Digest:
         update = staged.update
+        if LAND in update.extra:
+            update.extra[LAND]()
+            return self.audit()
         whole = 0
         before = [ready.old() for _, ready in staged.aliases]
         if update.full:
@@ -223,7 +232,7 @@ class InPlaceStore:
         for piece in update.dense() if staged.whole is None else staged.whole:
             self._write_piece(piece, memories, undo)
             whole += 1
-        gained = Digest.sum(ordered_map(lambda ready: _applied(ready, undo), staged.scatters, self._threads))
+        gained = list(ordered_map(lambda item: (item[0], _applied(item[1], undo)), staged.scatters, self._threads))
         if update.full or whole:
             return self.audit()
         for (changes, ready), old in zip(staged.aliases, before, strict=True):
@@ -233,9 +242,11 @@ class InPlaceStore:
                     field=changes.spec.name,
                     do="publish tied tensors equal, or one of them",
                 )
-            gained += changed_digest(changes, old)
+            gained.append((changes.spec.name, changed_digest(changes, old)))
         assert self.digest is not None  # _check has seen to it
-        self.digest += gained
+        for name, more in gained:
+            self.parts[name] += more
+        self.digest += Digest.sum(more for _, more in gained)
         return self.digest
 
     def _write_piece(self, piece: DensePiece, memories: _Memories, undo: _Undo) -> None:
@@ -272,12 +283,12 @@ class InPlaceStore:
                 step()
             held = self.audit()
         except Exception as error:
-            self.digest = None
+            self._forget()
             raise EngineInDoubtError(
                 "the old bits could not be restored", found=str(error), do="rebuild the engine from an anchor"
             ) from (cause or error)
         if not undo.complete or held != undo.before:
-            self.digest = None
+            self._forget()
             raise EngineInDoubtError(
                 "the weights in place are those of no version",
                 field="digest",
