@@ -29,18 +29,24 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 FOLDERS = PYPROJECT["tool"]["setuptools"]["package-dir"]
 EXTRAS = {"grpc", "rdma", "s3", "verl", "openrlhf", "slime", "vllm", "sglang", "quickstart", "test"}
-SHIPPED = {".py", ".pyi", ".proto", ".typed"}
+OUTER = {folder.partition("/")[0] for folder in FOLDERS.values()}
+SHIPPED = {".py", ".pyi", ".proto", ".typed", ".yaml"}
+
+
+def package_of(path: Path) -> str:
+    """The mapped package that a file belongs to: that of the innermost mapped folder."""
+    return max((n for n, folder in FOLDERS.items() if path.is_relative_to(ROOT / folder)), key=lambda n: len(FOLDERS[n]))
 
 
 def sources(*folders: str) -> Iterator[Path]:
     """Python files of the package, generated ones too."""
-    for folder in folders or FOLDERS.values():
+    for folder in folders or sorted(OUTER):
         yield from sorted((ROOT / folder).rglob("*.py"))
 
 
 def module_of(path: Path) -> str:
     """Import name of a file below one of the mapped folders."""
-    package = next(name for name, folder in FOLDERS.items() if path.is_relative_to(ROOT / folder))
+    package = package_of(path)
     parts = path.relative_to(ROOT / FOLDERS[package]).with_suffix("").parts
     return ".".join((package, *parts)).removesuffix(".__init__")
 
@@ -79,7 +85,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     for name in ("pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "CHANGELOG.md"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, copy)
-    for folder in (*FOLDERS.values(), "tests"):
+    for folder in (*OUTER, "tests"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
@@ -94,8 +100,8 @@ def wheel_text(built: Built, name: str) -> str:
 
 def test_a_wheel_from_the_sdist_holds_exactly_the_mapped_folders(built: Built) -> None:
     expected = {
-        f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder).as_posix()}"
-        for package, folder in FOLDERS.items()
+        f"{package_of(path).replace('.', '/')}/{path.relative_to(ROOT / FOLDERS[package_of(path)]).as_posix()}"
+        for folder in OUTER
         for path in (ROOT / folder).rglob("*")
         if path.suffix in SHIPPED or path.name == "py.typed"
     }
@@ -175,7 +181,8 @@ def test_every_foreign_import_is_a_declared_dependency() -> None:
         for module, names in importlib.metadata.packages_distributions().items()
     }
     known = {"grpc": {"grpcio"}, "nixl_cu12": {"nixl-cu12"}, "nixl_cu13": {"nixl-cu12"}, "nixl": {"nixl-cu12"}}
-    known["llvmlite"] = {"numba"}  # brings it, and fixes its version
+    known |= {"llvmlite": {"numba"}, "hydra": {"hydra-core"}}
+    known |= {"deepspeed": {"openrlhf"}, "peft": {"openrlhf"}, "huggingface_hub": {"vllm"}}  # come with these hosts
     foreign = {
         (str(path.relative_to(ROOT)), top)
         for path in sources()
