@@ -6,7 +6,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv fmt lint types check test ci quickstart proto dist clean
+.PHONY: help venv fmt lint types check test test-full test-engines test-hosts ci quickstart proto dist clean
 
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest $(ARGS)
@@ -30,10 +30,23 @@ types: venv ## mypy --strict over the whole package
 	cd build/typed && ../../$(PY) -m mypy -p weight_sync --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
 
 check: lint types ## The gate: format, lint, types and the fast tests
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not full"
 
-test: venv ## All tests
+test: venv ## All tests but the longest
+	$(PYTEST) -m "not full"
+
+test-full: venv ## All tests, those that wait for minutes too
 	$(PYTEST)
+
+test-engines: ## Tests on real engines, each in an environment of its own (downloads about 1 GB once)
+	@scripts/env.sh vllm .venv-vllm >/dev/null
+	.venv-vllm/bin/python -m pytest $(ARGS) tests/engines/test_vllm*.py
+
+test-hosts: ## Tests in real trainers, each in an environment of its own (downloads about 2 GB once; slime with SLIME_SRC=checkout)
+	@scripts/env.sh verl .venv-verl >/dev/null
+	.venv-verl/bin/python -m pytest $(ARGS) tests/hosts/verl
+	@[ -z "$$SLIME_SRC" ] || scripts/env.sh slime .venv-slime >/dev/null
+	$$([ -n "$$SLIME_SRC" ] && echo .venv-slime || echo .venv-verl)/bin/python -m pytest $(ARGS) tests/hosts/slime
 
 ci: lint types test ## The gate and all tests, nothing twice
 
@@ -48,5 +61,5 @@ dist: venv ## Wheel and sdist, in dist/
 	$(PY) -m build --no-isolation
 
 clean: ## Removes all that is built here; the shared environments in the cache stay
-	rm -rf .venv .venv.lock build dist weight_sync.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-* .venv*.lock build dist weight_sync.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,7 +7,8 @@ Owns no store and no choice of versions (replica.py), and no bits (the engine do
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from weight_sync.codec.digest import Digest
@@ -170,6 +171,21 @@ class Fence:
             f"the engine holds the bits of no version after version {number} failed", field="digest", found=held.hex(),
             expected="none" if expected is None else expected.hex(), do="sync again: it rebuilds from a full state",
         )  # fmt: skip
+
+    @contextmanager
+    def staging(self) -> Iterator[None]:
+        """While the next version is prepared. An engine that tells that it lost what was served is in doubt after it."""
+        before = self.state
+        if self.served is not None:
+            self.state = State.REPLICA_STATE_STAGING
+        try:
+            yield
+        except EngineInDoubtError:
+            self._doubt()
+            before = self.state
+            raise
+        finally:
+            self.state = before
 
     def _doubt(self) -> None:
         """Admission stays shut until a full state is in place."""

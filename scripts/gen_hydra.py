@@ -27,6 +27,7 @@ _TAIL = """actor_rollout_ref:
       engine_kwargs:
         weight_sync:
           config: ${weight_sync}
+          checkpoints: ${trainer.default_local_dir}
 hydra:
   callbacks:
     weight_sync:

@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "scripts" / "requirements"
-WITHOUT_TORCH = {"proto", "dev.nodeps"}
+WITHOUT_TORCH = {"proto", "dev.nodeps", "openrlhf.nodeps"}
 
 
 class Checkout:
@@ -105,6 +105,18 @@ def test_an_environment_is_built_whole_and_once(checkout: Checkout) -> None:
         assert checkout.env("small") == venv, "what is complete needs no lock"
         (venv / ".complete").unlink()
         assert "another build still holds" in checkout.refusal("small", WEIGHT_SYNC_LOCK_TIMEOUT="1")
+
+
+@pytest.mark.slow
+def test_a_last_step_finishes_an_environment_and_is_part_of_its_name(checkout: Checkout) -> None:
+    checkout.require("# nothing\n")
+    plain = checkout.env("small")
+    last = checkout.root / "scripts" / "requirements" / "small.after.sh"
+    last.write_text('touch "$1/finished"\n')
+    finished = checkout.env("small")
+    assert finished != plain and (finished / "finished").exists()
+    last.write_text("return 1\n")
+    assert "could not be built" in checkout.refusal("small")
 
 
 @pytest.mark.slow

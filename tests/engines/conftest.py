@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+# Engines pin another Numba than the other tests use, and two versions would throw out each other's compiled kernels.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(sys.prefix) / "numba"))
 
 
 @pytest.fixture(scope="session", autouse=True)

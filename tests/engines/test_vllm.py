@@ -21,7 +21,7 @@ from weight_sync.testing import check_engine
 IN_PLACE = ("--additional-config", '{"weight_sync": {"in_place": true}}')
 LAST = 4
 LONG = 200  # tokens of an answer that a fence meets on its way
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(2400)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_another_model_is_refused_with_the_differences(
 
 def test_a_corrupted_shard_changes_nothing(run: Run, server: Server, answers: dict[int, Any]) -> None:
     moved(run, server, 1)
-    shard = next(p for p in sorted(run.store.rglob("*")) if p.is_file() and "/2/" in f"{p}" and p.stat().st_size > 4096)
+    (shard,) = run.store.glob("*/data/*2/*.safetensors")
     good = shard.read_bytes()
     shard.write_bytes(good[:-100] + bytes([good[-100] ^ 1]) + good[-99:])
     try:
@@ -208,7 +208,7 @@ def test_an_engine_that_was_killed_is_recognised_and_brought_up_to_date(
         with pytest.raises(EngineInDoubtError, match="anew"):
             replica.sync(exact=2)
         report = replica.sync(exact=2)
-        assert (report.version, report.previous) == (2, 0), "it started from the base checkpoint"
+        assert report.path == "2 patches from version 0", "it started from the base checkpoint"
     engine.close()
     assert server.complete() == answers[2]
 

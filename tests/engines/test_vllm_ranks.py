@@ -12,7 +12,7 @@ import weight_sync
 from weight_sync.checkpoint import Checkpoint
 
 LAST = 2
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(2400)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""The driver's end of the control socket: finds the server's socket, asks, and keeps to its limits.
+"""The driver's end of the control socket: finds the server's socket, asks, and keeps to its limits. And without a socket,
+for a driver that lives in the server's own process.
 
 Owns the discovery and the request. Owns no meaning of a call (door.py answers, worker/core.py acts). Each call opens a
 connection of its own, so threads do not meet and a server that was started anew is found again.
@@ -10,6 +11,7 @@ import json
 import os
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,28 +23,19 @@ from weight_sync.config import runtime_dir
 from weight_sync.errors import ConfigError, DeadlineError, EngineError
 from weight_sync.ports import PauseMode
 
-__all__ = ["SUFFIX", "SocketControl"]
+__all__ = ["SUFFIX", "DoorControl", "SocketControl"]
 
 SUFFIX = ".vllm.sock"
 _HELLO_S = 5.0  # longest wait for a server that says who it is
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
-class SocketControl:
-    """Implements ``weight_sync.adapters.engines.worker.remote.Control`` for the server at ``url``."""
+class DoorControl(ABC):
+    """The calls of ``weight_sync.adapters.engines.worker.remote.Control`` in the words of a `Door`."""
 
-    def __init__(self, url: str) -> None:
-        try:
-            parts = urlsplit(url)
-            port = parts.port or _DEFAULT_PORTS.get(parts.scheme)
-        except ValueError as error:
-            raise ConfigError("not a URL", field="engine_url", found=url, expected="http://host:port") from error
-        if port is None or not parts.hostname:
-            raise ConfigError("not a URL", field="engine_url", found=url, expected="http://host:port")
-        self._url, self._port = url, port
-        self._path: Path | None = None
-
-    # --- the calls ---
+    @abstractmethod
+    def _ask(self, call: str, limit: float, **arguments: Any) -> Reply:
+        """The door's answer. Raises EngineError when it refused or cannot be reached, DeadlineError at the limit."""
 
     def ranks(self, verb: str, arguments: Mapping[str, Any], limit: float) -> list[Reply]:
         """Calls every rank's core."""
@@ -74,13 +67,25 @@ class SocketControl:
             return False
         return True
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (not abstract: few have anything to do)
         """Nothing is kept open."""
 
-    # --- asking ---
+
+class SocketControl(DoorControl):
+    """Of the server at ``url``, on this host."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            parts = urlsplit(url)
+            port = parts.port or _DEFAULT_PORTS.get(parts.scheme)
+        except ValueError as error:
+            raise ConfigError("not a URL", field="engine_url", found=url, expected="http://host:port") from error
+        if port is None or not parts.hostname:
+            raise ConfigError("not a URL", field="engine_url", found=url, expected="http://host:port")
+        self._url, self._port = url, port
+        self._path: Path | None = None
 
     def _ask(self, call: str, limit: float, **arguments: Any) -> Reply:
-        """The server's answer. Raises EngineError when it refused or cannot be reached, DeadlineError at the limit."""
         end = time.monotonic() + limit
         path = self._path
         if path is None or not path.exists():

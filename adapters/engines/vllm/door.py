@@ -58,10 +58,16 @@ class Door:
         finally:
             path.unlink(missing_ok=True)
 
+    async def reply(self, call: str, **arguments: Any) -> Reply:
+        """The answer to one request, an error among them; on the engine's event loop."""
+        try:
+            return await self._calls[call](**arguments)
+        except Exception as error:
+            return encode_error(error)
+
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            request = json.loads(await reader.readline())
-            reply = await self._calls[request.pop("call")](**request)
+            reply = await self.reply(**json.loads(await reader.readline()))
         except Exception as error:
             reply = encode_error(error)
         try:

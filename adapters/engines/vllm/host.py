@@ -135,7 +135,7 @@ class VllmHost:
 
         parallel = self._config.parallel_config
         backends = {
-            str(name)
+            str(getattr(name, "__name__", name))
             for module in self.model().modules()
             if (name := getattr(module, "attn_backend", None)) is not None
         }
