@@ -170,10 +170,12 @@ class Config(_Keys):
     store: str | None = Field(None, description="where a push or grpc publisher keeps history")
     listen: str | None = Field(None, description="host:port that a server listens on; default: the one of the uri")
     insecure: bool = Field(False, description="listen, or show a token, in the open where that would be refused")
-    tls: Tls = Field(default_factory=Tls, description="files for TLS")
-    auth: Auth = Field(default_factory=Auth, description="bearer tokens")
-    signing: Signing = Field(default_factory=Signing, description="signatures over manifests")
-    rdma: Rdma = Field(default_factory=Rdma, description="of the rdma backend")
+    tls: Tls = Field(default_factory=lambda: Tls.model_validate({}), description="files for TLS")
+    auth: Auth = Field(default_factory=lambda: Auth.model_validate({}), description="bearer tokens")
+    signing: Signing = Field(
+        default_factory=lambda: Signing.model_validate({}), description="signatures over manifests"
+    )
+    rdma: Rdma = Field(default_factory=lambda: Rdma.model_validate({}), description="of the rdma backend")
     connections: int = Field(4, ge=1, le=64, description="connections that large reads from a server use at once")
     calls_per_s: float = Field(2000.0, gt=0, description="calls per second that a server grants to one machine")
     cache_bytes: int = Field(32 << 30, ge=1 << 20, description="quota of a server's or relay's cache on disk")
@@ -229,6 +231,15 @@ class Config(_Keys):
             scheme, found, _ = uri.partition("://")
             return {**data, "backend": _OF_SCHEME.get(scheme, "file") if found else "file"}
         return data
+
+    @field_validator("also")
+    @classmethod
+    def _also(cls, value: tuple[Outlet, ...]) -> tuple[Outlet, ...]:
+        if value:  # a key that did nothing would leave engines without versions
+            raise ConfigError("further outlets are not built yet", field="weight_sync.also", found=value[0].uri,
+                              expected="no entry",
+                              do="backend grpc or rdma with store: serves engines and feeds whoever follows the store")  # fmt: skip
+        return value
 
     @field_validator("run_id")
     @classmethod

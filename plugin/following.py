@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weight_sync.codec.digest import Digest
+from weight_sync.config import Config
 from weight_sync.errors import (
     CorruptionError,
     DeadlineError,
@@ -20,11 +21,13 @@ from weight_sync.errors import (
     WeightSyncError,
 )
 from weight_sync.history import History
-from weight_sync.ports import ReplicaEnd, Update
+from weight_sync.ports import Engine, ReplicaEnd, Update
 from weight_sync.proto.v1 import manifest_pb2, replica_pb2
+from weight_sync.push import place
+from weight_sync.signing import checker
 from weight_sync.tensors import TensorSpec
 
-__all__ = ["check_fits", "choose_target", "may_pass", "prepare", "recognise", "table_difference"]
+__all__ = ["check_fits", "choose_target", "history_of", "may_pass", "prepare", "recognise", "table_difference"]
 
 _LOOKED_AT = 256  # newest versions that an engine's digest is compared with
 
@@ -68,6 +71,15 @@ def check_fits(description: replica_pb2.EngineDescription, run: Sequence[TensorS
             found="; ".join(lines[:5]) + (f"; and {len(lines) - 5} more" if len(lines) > 5 else ""),
             do="start the engine from the run's base checkpoint",
         )  # fmt: skip
+
+
+def history_of(end: ReplicaEnd, config: Config, replica_id: str, engine: Engine) -> History:
+    """The versions of the configured view, for an engine that the end is told of.
+
+    Raises ConfigError when a trusted key is none.
+    """
+    place(end, replica_id, config.view, engine)
+    return History(end, config.view, config.threads, config.base, check=checker(config.signing))
 
 
 def prepare(history: History, have: int | None, target: int, held: Sequence[TensorSpec] | None) -> Update:

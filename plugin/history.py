@@ -31,6 +31,7 @@ from weight_sync.layout.box import Box
 from weight_sync.pieces import assemble, unfold
 from weight_sync.ports import Changes, DensePiece, Folded, ReplicaEnd, Update
 from weight_sync.proto.v1 import common_pb2, manifest_pb2
+from weight_sync.push import LAND, Pushed, pushed
 from weight_sync.tensors import TensorSpec
 
 __all__ = ["History", "view_of"]
@@ -281,6 +282,9 @@ class History:
         ``held`` is the table of ``have``; without it, it is read from the log, where it may have been collected.
         """
         self._recent.clear()  # a version may have been collected since
+        landed = pushed(self.end, self.view, have, target)
+        if landed is not None:
+            return self._landed(landed, target)
         offered = self._offered(have, target)
         path = self.plan(have, target) if offered is None else _in_one(offered, have, target)
         manifest = self.manifest(target)
@@ -311,6 +315,16 @@ class History:
             digest=Digest.from_proto(view.digest), tensors=table, changes=folded, dense=dense,
             removed=tuple(sorted({spec.name for spec in held} - {spec.name for spec in table})),
             full=full, manifest=manifest, extra={"path": path},
+        )  # fmt: skip
+
+    def _landed(self, landed: Pushed, target: int) -> Update:
+        """A version that was written into the engine's memory."""
+        manifest = self.manifest(target)
+        view = view_of(manifest, self.view)
+        extra = {"path": rules.Path(None, (), 0, landed.reason)} | ({} if landed.land is None else {LAND: landed.land})
+        return Update(
+            target=common_pb2.VersionId(run_id=manifest.run_id, number=target), digest=Digest.from_proto(view.digest),
+            tensors=table_of(view), changes=(), dense=landed.dense, removed=(), full=True, manifest=manifest, extra=extra,
         )  # fmt: skip
 
     def fold(self, numbers: Sequence[int], table: Sequence[TensorSpec]) -> tuple[list[Changes], dict[str, DensePiece]]:

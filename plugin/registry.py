@@ -14,8 +14,6 @@ from weight_sync.ports import Transport
 
 __all__ = ["find", "names", "open_transport"]
 
-_IN_THE_MAKING = ("rdma",)  # names that no third party should take
-
 
 def names(group: str) -> list[str]:
     """Registered names of "transports" or "engines"."""
@@ -31,10 +29,7 @@ def find(group: str, name: str) -> Any:
             except ImportError as error:
                 raise ConfigError(f"{group[:-1]} cannot be imported", field=name, found=str(error),
                                   do=f"pip install 'weight-sync[{name}]'") from error  # fmt: skip
-    if group == "transports" and name in _IN_THE_MAKING:
-        raise ConfigError("this transport is in the making", field="backend", found=name,
-                          expected=", ".join(names(group)), do="use the file backend; the name is reserved")  # fmt: skip
-    raise ConfigError(f"no such {group[:-1]}", field="backend" if group == "transports" else "engine", found=name,
+    raise ConfigError(f"no such {group[:-1]}", field={"transports": "backend"}.get(group, group[:-1]), found=name,
                       expected=", ".join(names(group)) or "an installed one",
                       do="install the package that registers it")  # fmt: skip
 

@@ -18,10 +18,12 @@ from weight_sync.codec.shard import build_shard, identity
 from weight_sync.config import Config
 from weight_sync.errors import TensorError
 from weight_sync.history import History
+from weight_sync.holding import Holding
 from weight_sync.layout.link import normal, row_major
 from weight_sync.layout.meet import meet
 from weight_sync.ports import Changes, DensePiece, PublisherEnd, Update
 from weight_sync.proto.v1 import common_pb2, report_pb2
+from weight_sync.push import offer
 from weight_sync.served import ServedPiece, ServedView, read_bits, read_torch
 from weight_sync.snapshot import Snapshot
 from weight_sync.tensors import TensorSpec
@@ -44,6 +46,7 @@ class Prepared:
         whole: pieces that travel whole; their bits are in the snapshot, where the head has nothing to lose.
         first: there is no version that a patch could apply to.
         promoted: the snapshot already holds the new version.
+        number: under which it was sent; None before that.
     """
 
     view: ServedView
@@ -51,6 +54,7 @@ class Prepared:
     whole: list[ServedPiece] = field(default_factory=list)
     first: bool = False
     promoted: bool = False
+    number: int | None = None
 
 
 class RankWork:
@@ -58,18 +62,26 @@ class RankWork:
 
     Attributes:
         snapshot: the base.
+        holding: the same, for transports that read it while the trainer goes on.
         view: what was published last; None when the base has to be loaded and proven anew.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.snapshot = Snapshot(config.snapshot, config.snapshot_dir)
+        self.holding = Holding(self.snapshot, config.rdma.patience_s)
         self.view: ServedView | None = None
 
     def forget(self) -> None:
         """Drops a base that may not be the head's; the next round loads it from the store."""
         self.view = None
+        self._let_go()
         self.snapshot.retain(())
+
+    def _let_go(self) -> None:
+        """Nobody reads the snapshot any more."""
+        with self.holding.moving():
+            self.holding.now(None, ())
 
     # --- the base ---
 
@@ -80,6 +92,7 @@ class RankWork:
         The report holds nothing when there is no version.
         """
         known = set(table)
+        self._let_go()
         self.snapshot.retain(view.pieces)  # no element may lie in two pieces: a promotion would find only one
         missing = [piece for piece in view.pieces if piece.spec in known and piece not in self.snapshot]
         report = report_pb2.RankReport()
@@ -180,6 +193,8 @@ class RankWork:
         self, end: PublisherEnd, run_id: str, number: int, rank: int, made: Prepared, full: bool
     ) -> report_pb2.RankReport:
         """Stores this rank's shards; on return they are durable and still visible to nobody."""
+        made.number = number
+        offer(end, self.holding)
         numbers = {spec.name: i for i, spec in enumerate(made.view.table)}
         report = report_pb2.RankReport()
         for name, total in made.patch.sums.items():
@@ -238,8 +253,9 @@ class RankWork:
 
     def _move(self, made: Prepared, move: Callable[[Iterable[Changes]], None]) -> None:
         try:
-            for frame in made.patch.frames.get(common_pb2.FORM_STEP, []):
-                move(frame.changes())
+            with self.holding.moving():
+                for frame in made.patch.frames.get(common_pb2.FORM_STEP, []):
+                    move(frame.changes())
         except BaseException:
             self.forget()  # half-way between two versions
             raise
@@ -249,6 +265,7 @@ class RankWork:
         if committed:
             self.promote(made)
             self.snapshot.retain(made.view.pieces)
+            self.holding.now(made.number, made.view.pieces)
         elif made.promoted:
             self._move(made, self.snapshot.demote)
             made.promoted = False

@@ -19,3 +19,13 @@ def test_a_trainer_and_two_followers_agree_through_a_store(where):
     assert done.returncode == 0, done.stderr
     assert "trainer and followers agree" in done.stdout
     assert "late: version 5" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("commit", ["shadow", "direct"])
+def test_trainer_ranks_write_into_two_engines(commit):
+    pytest.importorskip("nixl_cu12")
+    command = [sys.executable, str(ROOT / "examples" / "rdma" / "run.py"), "--commit", commit]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "trainer and engines agree" in done.stdout

@@ -24,6 +24,7 @@ from weight_sync.layout.learn import learn_module
 from weight_sync.layout.storage import local_storages
 from weight_sync.ports import PauseMode, Update
 from weight_sync.proto.v1 import common_pb2, contract_pb2, replica_pb2
+from weight_sync.push import Placed
 from weight_sync.tensors import TensorSpec
 
 __all__ = ["Completion", "TransformersEngine"]
@@ -60,9 +61,10 @@ class TransformersEngine:
         table = Checkpoint(checkpoint).table if isinstance(checkpoint, str | Path) else tuple(checkpoint)
         self.model, self.view = model, view
         self.engine_id = engine_id or f"{socket.gethostname()}-{os.getpid()}"
+        self._placed = Placed(learn_module(model, table), lambda: local_storages(model))
         self._store = InPlaceStore(
-            learn_module(model, table),
-            lambda: local_storages(model),
+            self._placed.layout,
+            self._placed.storages,
             threads=threads,
             staging_bytes=staging_bytes,
         )
@@ -118,6 +120,10 @@ class TransformersEngine:
             engine="transformers",
             engine_version=library,
         )
+
+    def placed(self) -> Placed:
+        """Where its weights lie, for transports that write into them."""
+        return self._placed
 
     def stage(self, update: Update) -> None:
         """Makes an update ready while it serves; drops the undo log of the one before."""

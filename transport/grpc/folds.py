@@ -22,6 +22,7 @@ from weight_sync.transport.grpc.blobs import FileBlob, Quota
 
 __all__ = ["Choice", "Folds", "choose"]
 
+_REMEMBERED = 64  # choices of stored shards
 _LONGEST = 1000  # patches in one fold: a reader that is further behind takes an anchor, or patches
 
 
@@ -68,6 +69,7 @@ class Folds:
         self._threads = threads
         self._maker = ThreadPoolExecutor(1, "weight_sync-fold")
         self._making: dict[str, asyncio.Task[Choice]] = {}
+        self._stored: dict[str, Choice] = {}
         self.made = 0
 
     async def get(
@@ -78,12 +80,18 @@ class Folds:
         ``end`` opens a reading end of the run that the maker has for itself.
         """
         name = f"{run_id}-fold-{view}-{have}-{target}.safetensors"
+        if name in self._stored:  # the parts of one read come one after the other, and so do a fleet's
+            return self._stored[name], None
         task = self._making.get(name)
         if task is None:
             task = asyncio.get_running_loop().create_task(self._make(end, name, view, have, target))
             self._making[name] = task
             task.add_done_callback(lambda _: self._making.pop(name, None))
         choice = await asyncio.shield(task)
+        if choice.stored is not None:
+            self._stored[name] = choice
+            while len(self._stored) > _REMEMBERED:
+                del self._stored[next(iter(self._stored))]
         if choice.stored is not None or not choice.patches:
             return choice, None
         path = self._quota.folder / name

@@ -158,8 +158,8 @@ class RelayReturns(Returns):
         number, sent = site.lease_sent
         if min(leased) == number and now - sent < self._ttl_s / 3:
             return
-        site.lease_sent = (min(leased), now)
         await self._reading.use(run_id, lambda end: end.lease(self.relay_id, min(leased), self._ttl_s))
+        site.lease_sent = (min(leased), now)
 
     async def _forward(self) -> None:
         """Acknowledgements, as soon as there are some, and no more often than every _FORWARD_S."""

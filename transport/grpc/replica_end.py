@@ -17,6 +17,7 @@ from weight_sync.errors import CorruptionError, InputError, StoreUnavailableErro
 from weight_sync.ports import Folded, ReplicaEnd
 from weight_sync.proto.v1 import common_pb2, manifest_pb2, replica_pb2, service_pb2, trajectory_pb2
 from weight_sync.transport.grpc.client import Client
+from weight_sync.transport.grpc.telemetry import span
 from weight_sync.transport.grpc.watching import Look, Watcher
 
 __all__ = ["GrpcReplicaEnd"]
@@ -184,8 +185,8 @@ class GrpcReplicaEnd(ReplicaEnd):
             request = service_pb2.FetchRequest(run_id=self.run_id(), fold=fold, part=k, parts=parts)
             made.arrived(self._client.fetch(request, made.filler(), k))
 
-        self.run_id()
-        self._spread(one, parts)
+        with span("fetch", self.run_id(), target, have=have):
+            self._spread(one, parts)
         if made.absent:
             return None
         data = made.whole()
@@ -234,7 +235,9 @@ class GrpcReplicaEnd(ReplicaEnd):
         with self._lock:
             if not told.fetched_bytes:
                 told.fetched_bytes, self._fetched = self._fetched, 0
-        self._client.again("Acknowledge", service_pb2.AcknowledgeRequest(run_id=self.run_id(), acknowledgement=told))
+        request = service_pb2.AcknowledgeRequest(run_id=self.run_id(), acknowledgement=told)
+        with span("acknowledge", self.run_id(), told.version.number, replica_id=told.replica_id):
+            self._client.again("Acknowledge", request)
 
     def send_trajectories(self, batch: Sequence[trajectory_pb2.Trajectory]) -> list[trajectory_pb2.TrajectoryReceipt]:
         """Hands trajectories to the trainer; a receipt means that they are in its inbox durably.

@@ -7,13 +7,13 @@ and no configuration: those are the application's.
 from __future__ import annotations
 
 import hashlib
-from contextlib import AbstractContextManager, nullcontext
+import importlib
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-try:
-    from opentelemetry import trace as _trace
-except ImportError:  # an extra
-    _trace = None  # type: ignore[assignment]
+_trace: Any = None
+with suppress(ImportError):  # an extra
+    _trace = importlib.import_module("opentelemetry.trace")
 
 __all__ = ["span", "trace_id"]
 
@@ -34,7 +34,9 @@ def span(name: str, run_id: str, number: int, **attributes: str | int | float) -
         trace_flags=_trace.TraceFlags(_trace.TraceFlags.SAMPLED),
     )  # fmt: skip
     context = _trace.set_span_in_context(_trace.NonRecordingSpan(root))
-    known = {"weight_sync.run_id": run_id, "weight_sync.version": number}
-    mine = {f"weight_sync.{key}": value for key, value in attributes.items()}
+    known = {"run_id": run_id, "version": number, **attributes}
     tracer = _trace.get_tracer("weight_sync")
-    return tracer.start_as_current_span(f"weight_sync.{name}", context=context, attributes={**known, **mine})
+    made: AbstractContextManager[Any] = tracer.start_as_current_span(
+        f"weight_sync.{name}", context=context, attributes={f"weight_sync.{key}": value for key, value in known.items()}
+    )
+    return made

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from weight_sync.config import Config
+from weight_sync.config import Config, load
 from weight_sync.errors import StoreError
 from weight_sync.ports import ShardBytes
 from weight_sync.proto.v1 import common_pb2, manifest_pb2
@@ -75,7 +75,7 @@ def bench_copy(mebibytes: int, rounds: int) -> CopyRow:
     """Reads one stored object of ``mebibytes``, rounds of both ways in turn."""
     size = mebibytes << 20
     with tempfile.TemporaryDirectory(prefix="weight_sync-bench-") as folder, serving(Path(folder)) as (pid, uri, _):
-        config = Config(uri=uri, timeout_s=120)
+        config = load({"uri": uri, "timeout_s": 120})
         ref = _stored(config, size)
         path = next(Path(folder).rglob("*.safetensors"))
         with closing(GrpcReplicaEnd(Client(config), config, None)) as end, _sending(path, ref.size) as (other, port):

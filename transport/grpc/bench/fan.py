@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from weight_sync import Publisher
-from weight_sync.config import Config
+from weight_sync.config import Config, load
 from weight_sync.proto.v1 import common_pb2
 from weight_sync.transport.grpc.bench.copy import serving
 from weight_sync.transport.grpc.bench.fleet import Fleet
@@ -54,7 +54,7 @@ def bench_fan(replicas: int, relays: int, versions: int = 3, elements: int = 4 <
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weight_sync-bench-")))
         pid, uri, metrics = stack.enter_context(serving(folder))
-        config = Config(uri=uri, timeout_s=120, calls_per_s=100_000, anchor_every=0, anchor_share=0)
+        config = load({"uri": uri, "timeout_s": 120, "calls_per_s": 100_000, "anchor_every": 0, "anchor_share": 0})
         publisher = stack.enter_context(Publisher.open(config))
         state = torch.zeros(elements, dtype=torch.bfloat16)
         publisher.publish({"w": state}, step=0)

@@ -84,7 +84,7 @@ class Fleet:
                 try:
                     await self._follow(channel, f"{self._prefix}-{index}", ramp)
                 except grpc.RpcError as error:
-                    self._errors.append(str(error.details()))  # type: ignore[attr-defined]
+                    self._errors.append(str(error.details()))
                     await asyncio.sleep(0.2)
 
     async def _follow(self, channel: grpc.aio.Channel, name: str, ramp: asyncio.Semaphore) -> None:
