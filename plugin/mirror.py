@@ -312,6 +312,14 @@ class Mirror:
         """Lets others keep the mirror. ``path`` stays what it is; leftovers are swept by the next one."""
         self._house.close()
 
+    def remove(self) -> None:
+        """Removes the link and every version, and lets others use the path."""
+        with disk_faults(self.path):
+            if self._linked is not None:
+                self.path.unlink(missing_ok=True)
+            self._linked = self.current = self.previous = self.staged = None
+            self._house.remove()
+
     def __enter__(self) -> Mirror:
         return self
 

@@ -235,7 +235,7 @@ class ReplicaEnd(Protocol):
 
     def register(self, replica_id: str, description: replica_pb2.EngineDescription, ttl_s: int) -> None:
         """Tells what engine a replica drives, for whoever looks at the fleet."""
-        return None
+        return
 
 
 class Transport(Protocol):
@@ -382,10 +382,10 @@ class Group(Protocol):
 
 @runtime_checkable
 class TrainerAdapter(Protocol):
-    """Where a host's weight update hooks in."""
+    """Where a host's weight update hooks in. ``weight_sync.adapters.trainers.base`` has what hosts share."""
 
-    def served_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's part of the served view."""
+    def source(self) -> Any:
+        """This rank's part of the served view as it is now: whatever `Publisher.publish` takes."""
 
     def group(self) -> Group:
         """The ranks that publish together."""

@@ -15,7 +15,7 @@ from weight_sync.history import History
 from weight_sync.lineage import Ledger
 from weight_sync.ports import Group
 from weight_sync.proto.v1 import report_pb2
-from weight_sync.served import ServedView, learn_view
+from weight_sync.served import HeldTensors, ServedView, learn_view
 from weight_sync.work import RankWork
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ __all__ = ["learn_proven"]
 
 
 def learn_proven(
-    named: torch.nn.Module | Mapping[str, torch.Tensor],
+    named: torch.nn.Module | Mapping[str, torch.Tensor] | HeldTensors,
     storages: Mapping[str, torch.Tensor],
     cast: bool,
     ledger: Ledger,

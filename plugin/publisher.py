@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -26,25 +25,25 @@ from weight_sync.consensus import together, writer_name
 from weight_sync.errors import (
     CorruptionError,
     DeadlineError,
-    ForkRequiredError,
     InputError,
     LineageError,
     StoreError,
     WeightSyncError,
 )
+from weight_sync.following import recognise
 from weight_sync.group import default_group
 from weight_sync.history import History, view_of
-from weight_sync.lineage import Ledger, anchor_due, check_labels, check_step
+from weight_sync.lineage import Ledger, anchor_due
 from weight_sync.opening import base_digests, open_run, ship_base
 from weight_sync.ports import Fate, Group, OpenedRun, PublisherEnd
 from weight_sync.proto.v1 import common_pb2, manifest_pb2, replica_pb2, report_pb2, trajectory_pb2
 from weight_sync.proving import learn_proven
 from weight_sync.registry import open_transport
 from weight_sync.reports import PublishReport
-from weight_sync.served import named_source, storages_of, view_fingerprint
+from weight_sync.round import LEARN, Offer, Round
 from weight_sync.signing import signer
 from weight_sync.trajectory.intake import Intake
-from weight_sync.work import Prepared, RankWork
+from weight_sync.work import RankWork
 
 if TYPE_CHECKING:
     import torch
@@ -70,11 +69,9 @@ class Publisher:
         lookup = end.reader().manifest if group.rank == 0 else None  # rank 0 decides when a full state is due
         self._ledger = Ledger.of(run.head, config.view, lookup)
         self._pending: concurrent.futures.Future[PublishReport] | None = None
-        self._background = (
-            concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="weight_sync-publish")
-            if config.overlap
-            else None
-        )
+        pool = concurrent.futures.ThreadPoolExecutor
+        self._background = pool(1, thread_name_prefix="weight_sync-publish") if config.overlap else None
+        self._flying: int | None = None
         self._last: PublishReport | None = None
         self._in_doubt: int | None = None  # on rank 0: a number that may have been committed without our knowledge
         self._since_collection = 0
@@ -131,6 +128,11 @@ class Publisher:
         return self._ledger.head
 
     @property
+    def pending(self) -> int | None:
+        """Number of the version in flight, which may yet fail; None when there is none."""
+        return self._flying
+
+    @property
     def step(self) -> int | None:
         """The trainer's step of that version; None when it was not given."""
         return self._ledger.step
@@ -168,11 +170,22 @@ class Publisher:
         EpochFencedError when a newer publisher owns the run, StoreError. After any of them the head, the base and the
         store's visible state are as before, and the changes are part of the next version.
         """
+        self.settle()
+        started = time.perf_counter()
+        offer = Offer(source, step, metadata or {}, cast)
+        job = Round(self._begin(offer), step, dict(metadata or {}), started)
+        self._prepare(job, offer.storages)
+        if self._background is None:
+            return self._finish(job)
+        self._pending = self._background.submit(self._finish, job)
+        self._flying = job.plan.number
+        return None
+
+    def _begin(self, offer: Offer) -> report_pb2.RoundPlan:
+        """Settles the round before; then the view is what this rank offers, and its base is the head. Collective."""
         if self._is_closed:
             raise InputError("this publisher is closed", field="run_id", found=self.run_id, do="open another one")
         self.settle()
-        started = time.perf_counter()
-        offer = _Offer(source, step, metadata or {}, cast)
         plan = report_pb2.RoundPlan.FromString(
             together(self.group, lambda: offer.open(self._ledger, self._work), self._plan)
         )
@@ -181,13 +194,32 @@ class Publisher:
             self._work.forget()
         if plan.learn:
             history = History(self._end.reader(), self.config.view, self.config.threads, self.config.base)
-            learn_proven(offer.named, offer.storages, cast, self._ledger, self._work, history, self.group)
-        job = _Round(plan, step, dict(metadata or {}), started)
-        self._prepare(job, offer.storages)
-        if self._background is None:
-            return self._finish(job)
-        self._pending = self._background.submit(self._finish, job)
-        return None
+            learn_proven(offer.named, offer.storages, offer.cast, self._ledger, self._work, history, self.group)
+        return plan
+
+    def recognise(self, source: Source) -> int | None:
+        """The version whose bits ``source`` holds now; None for none. Publishes nothing; a collective call.
+
+        For a trainer that resumes from a checkpoint of its own. Raises as `publish`; looks at the newest versions only.
+        """
+        offer = Offer(source, None, {}, True)
+        self._begin(offer)
+
+        def gained() -> bytes:
+            assert self._work.view is not None
+            made = self._work.prepare(self._work.view, offer.storages, self._ledger.table)
+            total = Digest.sum(part.digest for part in made.patch.sums.values())
+            return b"" if made.whole else b"=" + total.to_proto().SerializeToString()
+
+        def find(parts: Sequence[bytes]) -> bytes:
+            if self._ledger.head is None or not all(parts):
+                return b""
+            digest = Digest.sum([*self._ledger.digests.values(), *map(_digest, parts)])
+            found = recognise(self._end.reader(), self.config.view, digest, self._ledger.head)
+            return b"" if found is None else str(found.number).encode()
+
+        answer = together(self.group, gained, find)
+        return int(answer) if answer else None
 
     def settle(self, timeout: float | None = None) -> PublishReport | None:
         """Waits for the version in flight; returns the last report. Raises its error, once, and DeadlineError."""
@@ -196,12 +228,12 @@ class Publisher:
         limit = self.config.timeout_s if timeout is None else timeout
         if not concurrent.futures.wait([self._pending], limit).done:
             raise DeadlineError("the version in flight has not ended", field="settle", expected=f"within {limit:g} s")
-        pending, self._pending = self._pending, None
+        pending, self._pending, self._flying = self._pending, None, None
         return pending.result()
 
     def _plan(self, parts: Sequence[bytes]) -> bytes:
         """On rank 0: number, whether to learn the view again, and whether to write a full state."""
-        plan = report_pb2.RoundPlan(learn=any(part == _LEARN for part in parts))
+        plan = report_pb2.RoundPlan(learn=any(part == LEARN for part in parts))
         self._settle_doubt(plan)
         plan.number = self._end.next_number()
         try:
@@ -225,7 +257,7 @@ class Publisher:
         else:
             self._in_doubt = None
 
-    def _prepare(self, job: _Round, storages: Mapping[str, torch.Tensor]) -> None:
+    def _prepare(self, job: Round, storages: Mapping[str, torch.Tensor]) -> None:
         assert self._work.view is not None
         try:
             job.made = self._work.prepare(self._work.view, storages, self._ledger.table)
@@ -234,7 +266,7 @@ class Publisher:
             job.why = error
         job.seconds["diff"] = time.perf_counter() - job.started
 
-    def _finish(self, job: _Round) -> PublishReport:
+    def _finish(self, job: Round) -> PublishReport:
         """Send, commit, promote; collective, possibly in the background."""
         begun = time.perf_counter()
         try:
@@ -255,7 +287,7 @@ class Publisher:
         self._last = self._report(manifest, job, self._collect_if_due())
         return self._last
 
-    def _send(self, job: _Round) -> bytes:
+    def _send(self, job: Round) -> bytes:
         if job.why is not None:
             raise job.why
         assert job.made is not None
@@ -266,7 +298,7 @@ class Publisher:
         job.seconds["send"] = time.perf_counter() - begun
         return report.SerializeToString()
 
-    def _commit_round(self, job: _Round, parts: Sequence[bytes]) -> bytes:
+    def _commit_round(self, job: Round, parts: Sequence[bytes]) -> bytes:
         """On rank 0."""
         assert job.made is not None
         full = bool(job.plan.anchor_reason)
@@ -300,7 +332,7 @@ class Publisher:
         self._ledger.committed(manifest)
         self._in_doubt = None
 
-    def _report(self, manifest: manifest_pb2.VersionManifest, job: _Round, collect_error: str) -> PublishReport:
+    def _report(self, manifest: manifest_pb2.VersionManifest, job: Round, collect_error: str) -> PublishReport:
         view = view_of(manifest, self.config.view)
         raw = common_pb2.FORM_RAW
         return PublishReport(
@@ -362,41 +394,5 @@ class Publisher:
             self.close()
 
 
-_LEARN, _KNOWN = b"L", b"K"
-
-
-@dataclass
-class _Offer:
-    """What this rank was handed. ``named`` and ``storages`` are there once it has been opened."""
-
-    source: Source
-    step: int | None
-    metadata: Mapping[str, str]
-    cast: bool
-    named: Any = None
-    storages: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-    def open(self, ledger: Ledger, work: RankWork) -> bytes:
-        """The checks that need no other rank; tells whether the view has to be learnt."""
-        check_labels(self.step, self.metadata)
-        reason = check_step(ledger.step, self.step)
-        if reason:
-            raise ForkRequiredError(reason, field="step", found=self.step, expected=f"above {ledger.step}",
-                                    do="resume the trainer from the head, or fork: true to start a new run")  # fmt: skip
-        self.named = named_source(self.source)
-        self.storages = storages_of(self.named)
-        known = work.view is not None and work.view.fingerprint == view_fingerprint(self.named, self.cast)
-        return _KNOWN if known else _LEARN
-
-
-@dataclass
-class _Round:
-    """One publish on its way; ``why`` is what kept this rank from preparing its part."""
-
-    plan: report_pb2.RoundPlan
-    step: int | None
-    metadata: dict[str, str]
-    started: float
-    made: Prepared | None = None
-    why: Exception | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
+def _digest(data: bytes) -> Digest:
+    return Digest.from_proto(common_pb2.Digest.FromString(data[1:]))

@@ -32,13 +32,12 @@ from weight_sync.errors import (
     WeightSyncError,
 )
 from weight_sync.fence import Fence
-from weight_sync.following import check_fits, choose_target, may_pass, prepare, recognise
-from weight_sync.history import History, table_of, view_of
+from weight_sync.following import check_fits, choose_target, history_of, may_pass, prepare, recognise
+from weight_sync.history import table_of, view_of
 from weight_sync.ports import Engine, PauseMode, ReplicaEnd, Transport
 from weight_sync.proto.v1 import manifest_pb2, replica_pb2, trajectory_pb2
 from weight_sync.registry import open_transport
 from weight_sync.reports import SyncReport
-from weight_sync.signing import checker
 
 __all__ = ["Replica", "SyncReport"]
 
@@ -64,7 +63,7 @@ class Replica:
         self.replica_id = config.replica_id or f"{socket.gethostname()}-{os.getpid()}".replace("_", "-")
         self._transport = transport
         self._end: ReplicaEnd = transport.replica_end(config.run_id)
-        self._history = self._history_of(self._end)
+        self._history = history_of(self._end, config, self.replica_id, engine)
         self._fence = Fence(engine, config.view, PauseMode(config.pause), config.fence_s)
         self._run: str | None = None
         self._looked: tuple[str, int] | None = None  # run, and doubts by then, when the engine was last identified
@@ -240,10 +239,7 @@ class Replica:
     # --- attaching ---
 
     def forget(self) -> None:
-        """The engine was away, and may have come back as a new process or with other bits: nothing is served.
-
-        The next `sync` finds out by digest what it holds, as at first.
-        """
+        """The engine was away and may hold other bits: nothing is served until `sync` has identified it again."""
         self._fence.forget()
 
     def _attach(self) -> None:
@@ -283,11 +279,7 @@ class Replica:
         with suppress(StoreError):  # the lease on the old run ends by itself
             self._end.release(self.replica_id)
         self._end.close()
-        self._end, self._run, self._history = end, newest, self._history_of(end)
-
-    def _history_of(self, end: ReplicaEnd) -> History:
-        check = checker(self.config.signing)
-        return History(end, self.config.view, self.config.threads, self.config.base, check=check)
+        self._end, self._run, self._history = end, newest, history_of(end, self.config, self.replica_id, self.engine)
 
     def _identify(self, end: ReplicaEnd, run: str) -> None:
         """Finds out by digest which version the engine holds; once per run and doubt, since it reads all of its bits.
@@ -300,6 +292,8 @@ class Replica:
         doubts = self._fence.doubts
         table = table_of(view_of(end.manifest(head), self.config.view))
         description = self.engine.describe()
+        with suppress(StoreError):  # for people who look at the fleet
+            end.register(self.replica_id, description, self.config.lease_ttl_s)
         digest = Digest.from_proto(description.digest) if description.HasField("digest") else None
         found = None if digest is None else recognise(end, self.config.view, digest, head)
         if found is not None:
@@ -317,18 +311,14 @@ class Replica:
         """Prepares while the engine serves, then fences."""
         clock = time.perf_counter()
         self._renew(target)
-        served, have, state = self._fence.served, self._have(), self._fence.state
-        if served is not None:
-            self._fence.state = State.REPLICA_STATE_STAGING
-        try:
+        served, have = self._fence.served, self._have()
+        with self._fence.staging():
             held = None if have is None or served is None else served.table
             update = prepare(self._history, have, target, held)
             seconds = {"prepare": time.perf_counter() - clock}
             clock = time.perf_counter()
             self.engine.stage(update)
             seconds["stage"] = time.perf_counter() - clock
-        finally:
-            self._fence.state = state
         crash_point("replica:staged")
         seconds |= self._fence.move(update)
         self._commits += 1

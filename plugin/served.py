@@ -6,9 +6,9 @@ base to diff against (snapshot.py) and no sending (publisher.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,28 @@ from weight_sync.tensors import TensorSpec, sorted_table
 if TYPE_CHECKING:
     import torch
 
-    Source = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    Source: TypeAlias = (
+        "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | HeldTensors"
+    )
+    _Named: TypeAlias = "torch.nn.Module | Mapping[str, torch.Tensor] | HeldTensors"
 
-__all__ = ["ServedPiece", "ServedView", "learn_view", "named_source", "storages_of", "view_fingerprint"]
+__all__ = ["HeldTensors", "ServedPiece", "ServedView", "learn_view", "named_source", "storages_of", "view_fingerprint"]
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+@dataclass(frozen=True)
+class HeldTensors:
+    """Weights under names of a host's own, which are not those of the checkpoint, and how they become it.
+
+    Attributes:
+        tensors: what this rank holds, by any keys; the storages of the layout are ``flat_storage`` of each, same keys.
+        learn: makes this rank's layout of the table given. Called when the keys, shapes or dtypes change, on all ranks
+            alike. Raises LayoutError when names or shapes differ, listing both sides.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    learn: Callable[[Sequence[TensorSpec]], Layout]
 
 
 @dataclass(frozen=True)
@@ -74,11 +91,14 @@ class ServedView:
         check_storages(self.layout, storages)
 
 
-def named_source(source: Source) -> torch.nn.Module | dict[str, torch.Tensor]:
-    """A module as it is, anything else as a dict. Raises TensorError on a name that comes twice or is no tensor."""
+def named_source(source: Source) -> torch.nn.Module | dict[str, torch.Tensor] | HeldTensors:
+    """A module and HeldTensors as they are, anything else as a dict.
+
+    Raises TensorError on a name that comes twice or is no tensor.
+    """
     import torch
 
-    if isinstance(source, torch.nn.Module):
+    if isinstance(source, torch.nn.Module | HeldTensors):
         return source
     if not isinstance(source, Mapping | Iterable) or isinstance(source, str | bytes | torch.Tensor):
         raise TensorError(
@@ -99,7 +119,7 @@ def named_source(source: Source) -> torch.nn.Module | dict[str, torch.Tensor]:
     return named
 
 
-def view_fingerprint(source: torch.nn.Module | Mapping[str, torch.Tensor], cast: bool) -> bytes:
+def view_fingerprint(source: _Named, cast: bool) -> bytes:
     """Changes when names, shapes, dtypes, shardings, memory order or ties do: then the view is learnt again."""
     import hashlib
 
@@ -114,11 +134,13 @@ def view_fingerprint(source: torch.nn.Module | Mapping[str, torch.Tensor], cast:
     return hasher.digest()
 
 
-def _tensors_of(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def _tensors_of(source: _Named) -> Mapping[str, torch.Tensor]:
+    if isinstance(source, HeldTensors):
+        return source.tensors
     return source if isinstance(source, Mapping) else in_memory(source)
 
 
-def storages_of(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def storages_of(source: _Named) -> dict[str, torch.Tensor]:
     """The flat storages as they lie now. Raises TensorError for a tensor whose bits do not lie in memory as they are."""
     import torch
 
@@ -135,7 +157,7 @@ def storages_of(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[st
 
 
 def learn_view(
-    source: torch.nn.Module | Mapping[str, torch.Tensor],
+    source: _Named,
     base: Sequence[TensorSpec],
     group: Group,
     cast: bool,
@@ -147,10 +169,14 @@ def learn_view(
         cast: float tensors are served in the dtype that ``base`` lists under their name (fp32 masters as bf16).
 
     A module must have the tensors of ``base``, under the names that its host saves; named tensors may be others.
+    HeldTensors need a ``base`` and have its tensors.
 
     Raises LayoutError or TensorError, on every rank when one of them fails.
     """
     table = tuple(base)
+    if not base and isinstance(source, HeldTensors):
+        raise TensorError("there is no table of checkpoint tensors to learn against", field="base",
+                          do="open the publisher with base, the checkpoint that engines boot from")  # fmt: skip
     if base and not cast and not isinstance(source, Mapping):
         raise TensorError("a module is served in the dtypes of the version before", field="cast", found=cast,
                           expected=True, do="publish its tensors by name to change dtypes")  # fmt: skip
@@ -169,11 +195,11 @@ def learn_view(
     return ServedView(layout.tensors, tuple(pieces), layout, view_fingerprint(source, cast))
 
 
-def _agreed_layout(
-    source: torch.nn.Module | Mapping[str, torch.Tensor], table: Sequence[TensorSpec], group: Group
-) -> Layout | WeightSyncError:
+def _agreed_layout(source: _Named, table: Sequence[TensorSpec], group: Group) -> Layout | WeightSyncError:
     """This rank's layout, or why it has none, for the other ranks wait to be told."""
     try:
+        if isinstance(source, HeldTensors):
+            return source.learn(table)
         if isinstance(source, Mapping):
             return learn_named(source, table, partial=group.size > 1)
         return learn_module(source, table, partial=group.size > 1)
@@ -183,15 +209,13 @@ def _agreed_layout(
         return error if isinstance(error, WeightSyncError) else LayoutError("cannot learn", found=repr(error))
 
 
-def _joint_table(
-    source: torch.nn.Module | Mapping[str, torch.Tensor], base: Sequence[TensorSpec], group: Group, cast: bool
-) -> tuple[TensorSpec, ...]:
+def _joint_table(source: _Named, base: Sequence[TensorSpec], group: Group, cast: bool) -> tuple[TensorSpec, ...]:
     """The union of what the ranks offer, with the dtypes in which it is served."""
     data = together(group, lambda: _offered(source, base, cast), _union)
     return tuple(TensorSpec.from_proto(entry.spec) for entry in manifest_pb2.ViewManifest.FromString(data).tensors)
 
 
-def _offered(source: torch.nn.Module | Mapping[str, torch.Tensor], base: Sequence[TensorSpec], cast: bool) -> bytes:
+def _offered(source: _Named, base: Sequence[TensorSpec], cast: bool) -> bytes:
     known = {spec.name: spec for spec in base}
     mine = manifest_pb2.ViewManifest()
     seen: set[object] = set()

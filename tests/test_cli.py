@@ -27,7 +27,7 @@ from weight_sync.cli.publish import mapped_tensors
 from weight_sync.dtypes import DTYPES
 from weight_sync.tensors import TensorSpec
 
-COMMANDS = ("publish", "follow", "materialize", "inspect", "log", "diff", "verify", "fold", "gc", "config")
+COMMANDS = ("publish", "follow", "sidecar", "materialize", "inspect", "log", "diff", "verify", "fold", "gc", "config")
 PROGRAM = [sys.executable, "-c", "from weight_sync.cli import main; main()"]
 
 
@@ -213,7 +213,11 @@ def test_config_lists_every_key_and_values_in_force(tmp_path: Path) -> None:
     from weight_sync.config import Config
 
     rows = {row["key"]: row for row in ask("config")["keys"]}
-    assert set(rows) == set(Config.model_fields) and all(row["help"] for row in rows.values())
+    assert (
+        {key for key in rows if "." not in key} == set(Config.model_fields)
+        and "tls.cert" in rows
+        and all(row["help"] for row in rows.values())
+    )
     assert rows["uri"]["required"] and rows["anchor_every"]["default"] == 50
     (tmp_path / "train.yaml").write_text("weight_sync: {uri: /x, anchor_every: 7}")
     document = ask("config", "--config", tmp_path / "train.yaml", "--set", "forms=[step, compact]")

@@ -8,18 +8,21 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_cases import ask
 from grpc_cases import COMMON, client_of, free_port, relayed, served, until
+from hypothesis import given
+from hypothesis import strategies as st
 from loop import digest_of, holding, model, same_bits
 from trajectory_cases import make as trajectory
 
 from weight_sync import Publisher, Replica
 from weight_sync.config import Config
-from weight_sync.errors import InputError, LineageError
+from weight_sync.errors import CorruptionError, InputError, LineageError
 from weight_sync.ports import Transport
 from weight_sync.proto.v1 import common_pb2, manifest_pb2, replica_pb2, service_pb2
 from weight_sync.testing import check_transport, transport_claims
@@ -27,7 +30,9 @@ from weight_sync.transport.file import FileTransport
 from weight_sync.transport.grpc import GrpcTransport
 from weight_sync.transport.grpc.folds import choose
 from weight_sync.transport.grpc.server import Server
+from weight_sync.transport.grpc.service import _part
 from weight_sync.transport.grpc.telemetry import trace_id
+from weight_sync.transport.grpc.wire import read_chunk, write_chunk
 from weight_sync.version import NoPath
 from weight_sync.version import Path as Way
 
@@ -234,6 +239,35 @@ def test_a_fleet_tells_what_registered(tmp_path: Path, stack: ExitStack) -> None
         end.lease("x", 0, 60)
         fleet = end._client.call("GetFleet", service_pb2.FleetRequest())
         assert [(r.replica_id, r.leased, r.description.kind) for r in fleet.replicas] == [("x", 0, "vllm")]
+
+
+# --- the wire ---
+
+
+@given(st.binary(max_size=200_000))
+def test_a_chunk_comes_back_whole_and_is_the_message_that_it_says(data: bytes) -> None:
+    found, message = read_chunk(write_chunk(data))
+    assert bytes(found) == data and message is None
+    assert service_pb2.Chunk.FromString(write_chunk(data)) == service_pb2.Chunk(data=data) or not data
+    mixed = service_pb2.Chunk(data=data, size=5, start=1).SerializeToString()
+    found, message = read_chunk(mixed)
+    assert bytes(found) == data and message is not None and (message.size, message.start) == (5, 1)
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_make_the_reading_of_a_chunk_fail_in_another_way(data: bytes) -> None:
+    try:
+        found, _ = read_chunk(data)
+    except CorruptionError:
+        return
+    assert len(found) <= len(data)
+
+
+@given(st.integers(0, 1 << 40), st.integers(1, 256))
+def test_the_parts_of_an_object_cover_it_once(size: int, parts: int) -> None:
+    cuts = [_part(service_pb2.FetchRequest(part=k, parts=parts), size) for k in range(parts)]
+    assert cuts[0][0] == 0 and cuts[-1][1] == size
+    assert all(a[1] == b[0] for a, b in pairwise(cuts))
 
 
 # --- observability ---

@@ -129,6 +129,7 @@ def test_a_relay_serves_on_while_the_trainer_is_away(tmp_path: Path, stack: Exit
             assert late.sync().version == 1
 
 
+@pytest.mark.slow
 def test_trajectories_outlive_the_relay_and_the_trainer(tmp_path: Path) -> None:
     """Both are killed with trajectories on their way; nothing that was receipted is lost."""
     store, cache, port = str(tmp_path / "store"), str(tmp_path / "cache"), free_port()
@@ -154,6 +155,7 @@ def test_trajectories_outlive_the_relay_and_the_trainer(tmp_path: Path) -> None:
             until(all_there, 60)
 
 
+@pytest.mark.slow
 def test_a_killed_relay_is_replaced_without_a_trace(tmp_path: Path, stack: ExitStack) -> None:
     _, publisher, _, _ = site(tmp_path, stack)
     uri = publisher.config.uri
@@ -226,6 +228,7 @@ def test_what_a_relay_lost_half_way_is_fetched_once_more_at_most(tmp_path: Path,
     assert bytes(data[4:260]) == bytes(range(256))
 
 
+@pytest.mark.slow
 def test_a_relay_that_starts_before_its_server_waits_for_it(tmp_path: Path, stack: ExitStack) -> None:
     port = free_port()
     _, behind = relayed(f"grpc://127.0.0.1:{port}", stack, cache_dir=str(tmp_path / "cache"))

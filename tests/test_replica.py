@@ -763,3 +763,19 @@ def test_the_fence_is_closed_as_configured(keys: Config, publisher: Publisher, m
     with Replica.open(keys, Noting(model(0)), pause=mode, fence_s=7.5) as replica:
         replica.sync(timeout=0)
     assert set(seen) == {(PauseMode(mode), 7.5)}
+
+
+def test_an_engine_that_was_away_is_identified_again_before_it_serves(publisher: Publisher, keys: Config) -> None:
+    publish(publisher, 1, 2)
+    held = engine()
+    with Replica.open(keys, held) as replica:
+        assert replica.sync(timeout=0).version == 2
+        for step, path in ((2, "2 is the newest"), (1, "from version 1"), (9, "anchor 0")):
+            held.table, held.admits, held.announced = engine(step).table, True, None
+            held.calls.clear()
+            replica.forget()
+            assert replica.version is None and replica.state == State.REPLICA_STATE_ATTACHING
+            report = replica.sync(timeout=0)
+            assert report.changed and report.previous is None and path in report.path
+            assert held.calls.index("describe") < held.calls.index("pause") < held.calls.index("announce")
+            assert serves(held, 2)

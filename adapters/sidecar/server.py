@@ -6,9 +6,12 @@ Owns start and end of the process's sockets and threads. Owns no option (setting
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import os
 import socket
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -34,6 +37,7 @@ from weight_sync.reports import SyncReport
 __all__ = ["serve"]
 
 _BACKLOG = 2048
+_SWITCH_S = 0.0005  # the replica's thread may hold a request up for so long, while it works in Python
 _KEEP_ALIVE_S = 75  # longer than clients keep connections, so that none is closed under a request
 _HEAD_LIMIT = 64 << 10  # bytes of a request line and its headers
 
@@ -81,6 +85,9 @@ def serve(
         stack.callback(watchdog.stop, settings.watch_timeout_s)
         stack.callback(heads.stop, settings.watch_timeout_s)
         on_listen(_spelt(listening, settings))
+        gc.freeze()  # what was imported stays: looking through it again would hold requests up
+        sys.setswitchinterval(_SWITCH_S)
+        logging.getLogger("uvicorn.error").addFilter(_is_news)
         server.run(sockets=[listening])
 
 
@@ -97,6 +104,11 @@ def _stop(driver: Driver, timeout: float) -> None:
     if not driver.stop(timeout):
         raise DeadlineError("the replica did not end in time", field="stop_s", expected=f"within {timeout:g} s",
                             do="look whether the engine is paused")  # fmt: skip
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Answers that break off do so on purpose, and are counted."""
+    return not str(record.msg).startswith("ASGI callable returned without completing response")
 
 
 class _Server(uvicorn.Server):

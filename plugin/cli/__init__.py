@@ -18,12 +18,14 @@ from typer.core import TyperGroup
 from weight_sync.cli import (
     config,
     diff,
+    doctor,
     fold,
     follow,
     gc,
     inspect,
     log,
     materialize,
+    plan,
     publish,
     serve,
     sidecar,
@@ -108,8 +110,10 @@ def _top(
     """Options before the command."""
 
 
-for function in (publish.publish, follow.follow, sidecar.sidecar, serve.serve, serve.relay, status.status,
-                 materialize.materialize, inspect.inspect, log.log, diff.diff, verify.verify, fold.fold, gc.gc, config.config):  # fmt: skip
+for function in (
+    publish.publish, follow.follow, sidecar.sidecar, serve.serve, serve.relay, status.status, materialize.materialize,
+    inspect.inspect, log.log, diff.diff, verify.verify, fold.fold, gc.gc, plan.plan, config.config, doctor.doctor,
+):  # fmt: skip
     app.command()(command(function))
 
 

@@ -177,6 +177,24 @@ def transport(
     out.result(document, lambda: _transport_tables(out, document))
 
 
+@app.command()
+def rdma(
+    json_: Json = False,
+    mebibytes: Annotated[int, typer.Option(min=1, help="Bytes of one version.")] = 256,
+    rounds: Rounds = 5,
+    tensors: Annotated[str, typer.Option(help="Numbers of tensors that they are cut into.")] = "1,4,2000",
+) -> None:
+    """The rdma backend against bare writes of the same library, between two processes over TCP and shared memory."""
+    from weight_sync.registry import find
+
+    if not all(word.isdigit() and int(word) for word in tensors.split(",")):
+        raise InputError("not counts", field="--tensors", found=tensors, expected="1,4,2000")
+    measure: Any = find("services", "rdma-bench")
+    found = measure(mebibytes, rounds, [int(word) for word in tensors.split(",")])
+    out = Output(json_)
+    out.result(found, lambda: _rdma_table(out, found))
+
+
 # --- printing -----------------------------------------------------------------------------------------------------
 
 
@@ -256,10 +274,24 @@ def _transport_tables(out: Output, document: dict[str, Any]) -> None:
     if document["no_link"]:
         out.text(f"no link: {document['no_link']}")
         return
-    columns = ("what", ("bytes", "right"), ("gRPC s", "right"), ("TCP s", "right"), ("ratio", "right"),
-               ("bound s", "right"))  # fmt: skip
-    out.table(columns, [(row["what"], size(row["bytes"]), f"{row['grpc_s']:.3f}", f"{row['tcp_s']:.3f}",
+    heads = ("what", ("bytes", "right"), ("gRPC s", "right"), ("TCP s", "right"), ("ratio", "right"),
+             ("bound s", "right"))  # fmt: skip
+    out.table(heads, [(row["what"], size(row["bytes"]), f"{row['grpc_s']:.3f}", f"{row['tcp_s']:.3f}",
                          f"{row['ratio']:.2f}", f"{row['bound_s']:.3f}") for row in document["link"]])  # fmt: skip
+
+
+def _rdma_table(out: Output, found: dict[str, Any]) -> None:
+    columns = (("tensors", "right"), ("GiB/s", "right"), ("bare GiB/s", "right"), ("share", "right"),
+               ("of one write", "right"), ("engine CPU", "right"))  # fmt: skip
+    cells = [
+        (str(row["tensors"]), f"{row['gib_per_s']:.2f}", f"{row['bare_gib_per_s']:.2f}",
+         f"{row['share_of_bare_write']:.2f}", f"{row['share_of_one_descriptor']:.2f}", share(row["engine_cpu"]))
+        for row in found["rows"]
+    ]  # fmt: skip
+    out.table(columns, cells)
+    pipeline = found["pipeline"]
+    out.text(f"pipeline with quantisation, {pipeline['layers']} layers: {pipeline['total_over_slowest_stage']:.2f} of "
+             f"its slowest stage")  # fmt: skip
 
 
 def _density_table(out: Output, rows: Sequence[DensityRow]) -> None:

@@ -5,6 +5,7 @@ Owns the command. Owns no key.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from weight_sync.cli.options import Common
@@ -31,8 +32,7 @@ def config(common: Common) -> None:
     if chosen and uri is not None:
         del values["uri"]  # nobody gave one
     rows: list[dict[str, Any]] = []
-    for name, field in Config.model_fields.items():
-        default = field.get_default(call_default_factory=True, validated_data={})
+    for name, field, default in _fields(Config):
         row = {
             "key": name,
             "type": _type_name(field.annotation),
@@ -40,10 +40,20 @@ def config(common: Common) -> None:
             "default": None if field.is_required() else _plain(default),
             "help": field.description or "",
         }
-        if name in values:
-            row["value"] = values[name]
+        block, _, inner = name.partition(".")
+        if block in values:
+            row["value"] = values[block][inner] if inner else values[block]
         rows.append(row)
     common.out.result({"keys": rows}, lambda: _show(common.out, rows))
+
+
+def _fields(model: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Name, field and default of every key; those of a block within the block with a dot."""
+    for name, field in model.model_fields.items():
+        default = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
+        yield prefix + name, field, default
+        if hasattr(field.annotation, "model_fields"):
+            yield from _fields(field.annotation, f"{prefix}{name}.")
 
 
 def _type_name(annotation: Any) -> str:
@@ -55,6 +65,8 @@ def _type_name(annotation: Any) -> str:
 
 def _plain(value: Any) -> Any:
     """As JSON has it."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -23,7 +23,7 @@ from weight_sync.layout.storage import in_memory, local_tensor, shard_map
 from weight_sync.layout.trace import Converter, spec_of, trace_converter
 from weight_sync.tensors import TensorSpec
 
-__all__ = ["fit", "learn_converter", "learn_module", "learn_named"]
+__all__ = ["aliases", "fit", "learn_converter", "learn_module", "learn_named", "name_map"]
 
 _SHOWN = 5
 
@@ -41,10 +41,26 @@ def learn_module(model: torch.nn.Module, table: Sequence[TensorSpec], *, partial
     named = in_memory(model)
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         named.pop(name, None)
-    convert = _converter(model)
-    names = _identity(named) if convert is None else learn_converter(convert, named)
     same = aliases(named, getattr(model, "all_tied_weights_keys", None) or {})
-    return compose(shard_map(named), fit(names, table, same, partial=partial))
+    return compose(shard_map(named), name_map(model, named, table, same, partial=partial))
+
+
+def name_map(
+    model: torch.nn.Module,
+    sources: Mapping[str, torch.Tensor],
+    table: Sequence[TensorSpec],
+    same: Mapping[str, str],
+    *,
+    partial: bool = False,
+) -> Layout:
+    """The map from a model's in-memory tensors to the table, for hosts that split them in ways of their own.
+
+    ``sources`` give shapes and dtypes of whole in-memory tensors, on meta if need be; ``same`` is as in ``fit``. Does not
+    depend on the rank. Raises as ``learn_module``.
+    """
+    convert = _converter(model)
+    names = _identity(sources) if convert is None else learn_converter(convert, sources)
+    return fit(names, table, same, partial=partial)
 
 
 def learn_named(named: Mapping[str, torch.Tensor], table: Sequence[TensorSpec], *, partial: bool = False) -> Layout:

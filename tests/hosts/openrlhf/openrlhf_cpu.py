@@ -1,0 +1,154 @@
+"""What OpenRLHF lacks to run without an accelerator, and witnesses of what trainer and engines hold after each sync.
+
+Owns test doubles of CUDA calls; Ray runs `apply` in every worker process. Everything else in these tests is OpenRLHF's,
+DeepSpeed's and vLLM's own.
+
+    WEIGHT_SYNC_TEST_OUT    folder: trainer-N.safetensors (whole tensors after training N), engine-NAME-V.safetensors
+    WEIGHT_SYNC_TEST_SKIP   versions from this number on reach no engine
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+__all__ = ["apply", "dump_engine"]
+
+
+def apply() -> None:
+    """Once per process."""
+    import torch
+
+    if getattr(torch, "_weight_sync_test", False):
+        return
+    torch._weight_sync_test = True  # type: ignore[attr-defined]
+    _without_cuda(torch)
+    _witness_trainer()
+    _witness_engine()
+
+
+def _without_cuda(torch: Any) -> None:
+    for name in ("set_device", "synchronize", "empty_cache", "current_stream"):
+        setattr(torch.cuda, name, lambda *_, **__: None)
+    torch.cuda.current_device = lambda: "cpu"
+    empty = torch.empty
+
+    def on_cpu(*args: Any, **options: Any) -> Any:
+        if str(options.get("device", "")).startswith("cuda"):
+            options["device"] = "cpu"
+        return empty(*args, **options)
+
+    torch.empty = on_cpu
+    import torch.distributed.device_mesh as meshes
+
+    make = meshes.init_device_mesh
+    meshes.init_device_mesh = lambda kind, *a, **k: make("cpu" if kind == "cuda" else kind, *a, **k)
+    import openrlhf.trainer.ppo_utils.replay_buffer as buffer
+
+    class Torch:
+        """``torch`` as that module sees it: every device is the CPU."""
+
+        def __getattr__(self, name: str) -> Any:
+            return (lambda _: torch.device("cpu")) if name == "device" else getattr(torch, name)
+
+    buffer.torch = Torch()
+
+
+def _witness_trainer() -> None:
+    folder = os.environ.get("WEIGHT_SYNC_TEST_OUT")
+    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+
+    original = ActorPPOTrainer.ppo_train
+
+    def ppo_train(self: Any, *args: Any, **options: Any) -> Any:
+        status = original(self, *args, **options)
+        if folder:
+            self.trained = getattr(self, "trained", 0) + 1
+            _save_trainer(self.actor.model.module, Path(folder) / f"trainer-{self.trained}.safetensors")
+        return status
+
+    ActorPPOTrainer.ppo_train = ppo_train
+
+
+def _save_trainer(model: Any, path: Path) -> None:
+    """Gathers, which is what the adapter never does."""
+    import deepspeed
+    import torch
+    from safetensors.torch import save_file
+
+    if hasattr(model, "peft_config"):
+        _save_merged(model, path)
+        return
+    whole = {}
+    for name, param in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_tensor")):
+            whole[name] = param.data.clone()
+    if torch.distributed.get_rank() == 0:
+        save_file(whole, path)
+
+
+def _save_merged(model: Any, path: Path) -> None:
+    import copy
+
+    import deepspeed
+    import torch
+    from safetensors.torch import save_file
+
+    params = list(model.parameters())
+    with deepspeed.zero.GatheredParameters(params, enabled=hasattr(params[0], "ds_tensor")):
+        if torch.distributed.get_rank() == 0:
+            state = {name: param.detach().clone() for name, param in model.named_parameters()}
+            twin = copy.deepcopy(model.peft_config["default"])
+            from peft import get_peft_model
+            from transformers import AutoModelForCausalLM
+
+            plain = AutoModelForCausalLM.from_config(model.get_base_model().config, dtype=torch.bfloat16)
+            wrapped = get_peft_model(plain, twin)
+            for name, param in wrapped.named_parameters():
+                param.data = state[name]
+            merged = wrapped.merge_and_unload()
+            save_file({name: param.detach().clone() for name, param in merged.named_parameters()}, path)
+
+
+def _witness_engine() -> None:
+    folder = os.environ.get("WEIGHT_SYNC_TEST_OUT")
+    skip = int(os.environ.get("WEIGHT_SYNC_TEST_SKIP", "0"))
+    from weight_sync.adapters.trainers.openrlhf.rollout import Rollout  # light: vLLM's workers must not meet numba
+
+    original = Rollout.reach
+
+    async def reach(self: Any, actor: Any, uri: str, run_id: str, version: int) -> Any:
+        if skip and version >= skip:
+            return {"name": "skipped", "version": None, "error": "", "seconds": 0.0, "copied": 0}
+        told = await original(self, actor, uri, run_id, version)
+        if folder and not told["error"]:
+            path = Path(folder) / f"engine-{told['name']}-{told['version']}.safetensors"
+            await actor.llm.collective_rpc(dump_engine, args=(str(path),))
+        return told
+
+    Rollout.reach = reach  # type: ignore[method-assign]
+
+
+def dump_engine(worker: Any, path: str) -> None:
+    """In vLLM's worker: the live parameters, under the names of the checkpoint (fused ones taken apart)."""
+    from safetensors.torch import save_file
+
+    model = worker.model_runner.get_model()
+    config = worker.vllm_config.model_config.hf_config
+    heads, kv = config.num_attention_heads, config.num_key_value_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    out = {}
+    for name, param in model.named_parameters():
+        if ".qkv_proj." in name:
+            parts = param.data.split([heads * size, kv * size, kv * size])
+            out |= {name.replace("qkv_proj", f"{w}_proj"): p.clone() for w, p in zip("qkv", parts, strict=True)}
+        elif ".gate_up_proj." in name:
+            gate, up = param.data.chunk(2)
+            out[name.replace("gate_up_proj", "gate_proj")] = gate.clone()
+            out[name.replace("gate_up_proj", "up_proj")] = up.clone()
+        else:
+            out[name] = (
+                param.data[: config.vocab_size].clone() if "embed" in name or "lm_head" in name else param.data.clone()
+            )
+    save_file(out, path)

@@ -1,0 +1,131 @@
+"""Claims about the verl adapter, in real verl on a CPU; only platform and rollout are doubles (verl_cpu.py).
+
+``make test-hosts`` builds the environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from weight_sync import Replica
+from weight_sync.config import load
+from weight_sync.proto.v1 import manifest_pb2
+from weight_sync.registry import open_transport
+from weight_sync.testing import MemoryEngine
+
+pytest.importorskip("verl", reason="verl is not installed here; make test-hosts builds its environment")
+
+HERE = Path(__file__).resolve().parent
+EXAMPLE = HERE.parents[2] / "examples" / "verl"
+QUICK = ("weight_sync.poll_s=0.02", "weight_sync.anchor_share=0", "weight_sync.timeout_s=120")
+
+
+def run(command: Sequence[object], variables: dict[str, str], limit: float = 900) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(part) for part in command], env=variables, capture_output=True, text=True, timeout=limit)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def uri_of(kind: str, folder: Path) -> str:
+    return f"grpc://127.0.0.1:{free_port()}" if kind == "grpc" else str(folder / "store")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["file", "grpc"])
+def test_two_fsdp2_ranks_and_two_rollouts_agree_bit_for_bit_after_every_sync(
+    tmp_path: Path, inputs: Path, variables: dict[str, str], kind: str
+) -> None:
+    store = str(tmp_path / "history")
+    done = run([sys.executable, HERE / "ranks.py", inputs, uri_of(kind, tmp_path), 4, store], variables)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert done.returncode == 0 and len(lines) == 4, done.stdout[-3000:] + done.stderr[-3000:]
+    for line in lines:
+        assert line["different"] == [[], []] and line["names"] == [True, True]
+        assert line["metrics"]["weight_sync/tensors_gathered"] == 0, "every tensor from where it lies"
+        assert line["metrics"]["weight_sync/failed"] == 0 and line["keepers"] == 1
+    assert [line["metrics"]["weight_sync/changed"] > 0 for line in lines] == [False, True, True, True]
+    for line in lines[1:]:
+        assert line["our_bytes"] * 20 < line["native_bytes"], "collectives carry reports, not weights"
+
+
+def versions(store: str) -> dict[int, int]:
+    """Step to version."""
+    with_steps = {}
+    end = open_transport(load({"uri": store})).replica_end(None)
+    for entry in end.entries():
+        if entry.kind in (manifest_pb2.ENTRY_KIND_ANCHOR, manifest_pb2.ENTRY_KIND_PATCH) and entry.HasField("step"):
+            with_steps[entry.step] = entry.number
+    end.close()
+    return with_steps
+
+
+def hashes(store: str, number: int) -> dict[str, str]:
+    """Of every tensor of a version, as a replica that joins now has it."""
+    engine = MemoryEngine({})
+    with Replica.open(store, engine) as replica:
+        replica.sync(exact=number, timeout=60)
+    return {
+        name: hashlib.blake2b(bits.tobytes(), digest_size=16).hexdigest() for name, (_, bits) in engine.table.items()
+    }
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["file", "grpc"])
+def test_main_ppo_trains_and_its_rollout_holds_every_version_bit_for_bit(
+    tmp_path: Path, inputs: Path, variables: dict[str, str], kind: str
+) -> None:
+    out, store = tmp_path / "out", str(tmp_path / "store")
+    out.mkdir()
+    uri = [f"weight_sync.uri={uri_of(kind, tmp_path)}"] + ([f"weight_sync.store={store}"] if kind == "grpc" else [])
+    done = run([EXAMPLE / "main_ppo.sh", inputs, f"+weight_sync={kind}", *uri, *QUICK],
+               {**variables, "WEIGHT_SYNC_TEST_OUT": str(out)}, 1700)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    by_step = versions(store)
+    assert sorted(by_step) == [0, 1, 2, 3, 4]
+    for step, number in by_step.items():
+        held = dict(line.split() for line in (out / f"rollout-0-step-{step}.txt").read_text().splitlines())
+        assert held == hashes(store, number), f"step {step}"
+    told = re.findall(r"step:\d+ - .*", done.stdout)
+    assert len(told) == 4, "metrics are in verl's own step log"
+    for line in told:
+        assert "weight_sync/failed:0.0" in line and "weight_sync/tensors_gathered:0.0" in line
+        assert "weight_sync/density:" in line and "weight_sync/staleness_p95:" in line
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("overrides", "words"), [
+    (["trainer.v1.trainer_mode=sync"], "never calls a checkpoint engine"),
+    (["trainer.v1.trainer_mode=colocate_async"], "trainer.v1.trainer_mode=separate_async"),
+    (["+weight_sync.anchor_evry=3"], "expected 'anchor_every'"),
+    (["weight_sync.snapshot=disk"], "weight_sync.snapshot"),
+])  # fmt: skip
+def test_what_would_sync_nothing_ends_at_the_start_and_says_what_to_set(
+    inputs: Path, variables: dict[str, str], overrides: list[str], words: str
+) -> None:
+    done = run(
+        [EXAMPLE / "main_ppo.sh", inputs, "+weight_sync=file", "weight_sync.uri=/nowhere", *overrides], variables, 500
+    )
+    assert done.returncode != 0
+    assert words in done.stderr and "Started a local Ray instance" not in done.stderr
+
+
+@pytest.mark.timeout(600)
+def test_the_doctor_finds_every_hook_point(variables: dict[str, str], tmp_path: Path) -> None:
+    code = "from weight_sync.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "doctor", "verl"], env=variables, cwd=tmp_path,
+                          capture_output=True, text=True, timeout=500, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert all(line.startswith("ok") for line in done.stdout.splitlines() if line.startswith(("ok", "OFF")))
