@@ -1,7 +1,7 @@
 """OpenRLHF trains, its vLLM engines follow through weight_sync, and both are shown to agree by digest.
 
 Owns the command line that is run and the comparison afterwards. Owns no training: that is `openrlhf.cli.train_ppo_ray`,
-unmodified. Without an accelerator it runs the CPU recipe of this checkout's tests (tests/hosts/openrlhf).
+unmodified. Without an accelerator it runs train.py, the same program with doubles of CUDA calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from weight_sync.ports import OpenedRun
 from weight_sync.registry import open_transport
 
 HERE = Path(__file__).resolve().parent
-RECIPE = HERE.parents[1] / "tests" / "hosts" / "openrlhf"
 TRAIN = """--rollout.batch_size 4 --rollout.n_samples_per_prompt 2 --rollout.micro_batch_size 2 --train.batch_size 8
   --train.micro_batch_size 2 --train.num_episodes 1 --data.max_samples 16 --data.max_len 1024
   --rollout.max_new_tokens 256 --algo.advantage.estimator rloo --algo.kl.init_coef 0 --ds.zero_stage 3
@@ -31,11 +30,11 @@ def command(args: argparse.Namespace, folder: Path, uri: str) -> list[str]:
     shared = ["--weight_sync.uri", uri, "--actor.num_gpus_per_node", str(args.ranks), "--vllm.num_engines",
               str(args.engines), *args.more]  # fmt: skip
     if args.cpu:
-        return [sys.executable, str(RECIPE / "train.py"), str(folder), "--ds.zero_stage", "3", *shared]
+        return [sys.executable, str(HERE / "train.py"), str(folder), "--ds.zero_stage", "3", *shared]
     return [
         sys.executable, "-m", "weight_sync.run", "openrlhf.cli.train_ppo_ray", "--actor.model_name_or_path", args.model,
         "--data.prompt_dataset", str(folder / "data.jsonl"), "--data.input_key", "input", "--data.label_key", "label",
-        "--reward.remote_url", str(RECIPE / "tiny.py"), "--ckpt.output_dir", str(folder / "out"),
+        "--reward.remote_url", str(HERE / "tiny.py"), "--ckpt.output_dir", str(folder / "out"),
         "--ckpt.path", str(folder / "ckpt"), *TRAIN.split(), *shared,
     ]  # fmt: skip
 
@@ -67,7 +66,7 @@ def main() -> int:
     """0 when trainer and engines agree."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=os.environ.get("MODEL", ""), help="a checkpoint; default: a tiny random one")
-    parser.add_argument("--cpu", action="store_true", help="without an accelerator; needs this checkout's tests folder")
+    parser.add_argument("--cpu", action="store_true", help="without an accelerator")
     parser.add_argument("--ranks", type=int, default=2, help="trainer ranks")
     parser.add_argument("--engines", type=int, default=2, help="vLLM engines")
     parser.add_argument("--folder", type=Path, help="where everything is written; default: a new one")
@@ -75,7 +74,7 @@ def main() -> int:
     args = parser.parse_args()
     folder = (args.folder or Path(tempfile.mkdtemp(prefix="weight_sync-openrlhf-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, str(RECIPE / "tiny.py"), str(folder)], check=True)
+    subprocess.run([sys.executable, str(HERE / "tiny.py"), str(folder)], check=True)
     if args.model and args.cpu:
         (folder / "tiny").rename(folder / "unused")
         (folder / "tiny").symlink_to(Path(args.model).resolve())

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -39,6 +40,8 @@ class HostCopy:
         name = hashlib.blake2b(f"{config.uri}\0{config.view}".encode(), digest_size=8).hexdigest()
         home = Path(config.cache_dir) if config.cache_dir is not None else shared
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if config.cache_dir is None:
+            _sweep(home, f"verl-{name}")
         self.path = home / f"verl-{name}"
         self._lock = os.open(home / f"verl-{name}.keeper", os.O_RDWR | os.O_CREAT, 0o600)
         self._replica: Replica | None = None
@@ -90,6 +93,21 @@ class HostCopy:
             self._replica.engine.close()
         os.close(self._lock)
         self._lock = -1
+
+
+def _sweep(home: Path, own: str) -> None:
+    """Removes copies of other runs whose keepers are gone: Ray kills workers at a job's end, before they could."""
+    for lock in home.glob("verl-*.keeper"):
+        if lock.stem == own:
+            continue
+        handle = os.open(lock, os.O_RDWR)
+        try:
+            with suppress(BlockingIOError):  # that job runs
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                (home / lock.stem).unlink(missing_ok=True)
+                shutil.rmtree(home / f".{lock.stem}.weight_sync", ignore_errors=True)
+        finally:
+            os.close(handle)
 
 
 def _holds(folder: Path, run_id: str, version: int) -> bool:

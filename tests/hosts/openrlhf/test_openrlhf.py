@@ -24,6 +24,7 @@ pytestmark = [
 ]
 
 HERE = Path(__file__).resolve().parent
+EXAMPLE = HERE.parents[2] / "examples" / "openrlhf"
 ASYNC = ("--train.async_enable", "--train.partial_rollout_enable")
 LORA = ("--ds.lora.rank", "8", "--ds.lora.alpha", "16", "--ds.lora.target_modules", "q_proj", "v_proj", "down_proj")
 RATIO = ("--algo.advantage.is_correction_level", "token")
@@ -32,13 +33,14 @@ RATIO = ("--algo.advantage.is_correction_level", "token")
 def train(folder: Path, *options: str, **environment: str) -> str:
     """What the run printed; the folder gets witnesses of trainer and engines."""
     if not (folder / "tiny").exists():
-        subprocess.run([sys.executable, HERE / "tiny.py", folder, "tied"], check=True, timeout=300)
+        subprocess.run([sys.executable, EXAMPLE / "tiny.py", folder, "tied"], check=True, timeout=300)
     out = folder / "seen"
     out.mkdir(exist_ok=True)
+    watched = {"WEIGHT_SYNC_TEST_OUT": str(out), "WEIGHT_SYNC_HOOK": "witness.apply", "PYTHONPATH": str(HERE)}
     done = subprocess.run(
-        [sys.executable, HERE / "train.py", folder, "--weight_sync.uri", (folder / "run").as_uri(),
+        [sys.executable, EXAMPLE / "train.py", folder, "--weight_sync.uri", (folder / "run").as_uri(),
          "--weight_sync.threads", "1", *options],
-        cwd=folder, env={**os.environ, "WEIGHT_SYNC_TEST_OUT": str(out), **environment},
+        cwd=folder, env={**os.environ, **watched, **environment},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1000,
     )  # fmt: skip
     (folder / "log").write_text(done.stdout)
@@ -111,7 +113,7 @@ def test_a_skipped_sync_fails_the_engines_own_check_which_every_other_run_passes
 
 
 def test_every_hook_point_is_where_the_adapter_expects_it() -> None:
-    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": str(HERE / "stubs"), "DS_ACCELERATOR": "cpu"}
+    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": str(EXAMPLE / "stubs"), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run([Path(sys.executable).with_name("weight-sync"), "doctor", "openrlhf"], env=environment,
                           capture_output=True, text=True, timeout=300)  # fmt: skip
     assert done.returncode == 0 and "OFF" not in done.stdout, done.stdout + done.stderr[-2000:]

@@ -16,11 +16,15 @@ ENVIRONMENT = {
 
 
 def main(folder: Path, options: list[str]) -> int:
-    """Starts Ray with GPUs that are not there, then the launcher. OpenRLHF keeps a Ray that is up."""
+    """Starts Ray with GPUs that are not there, then the launcher. OpenRLHF keeps a Ray that is up.
+
+    WEIGHT_SYNC_HOOK names what Ray runs in each process; default: openrlhf_cpu.apply.
+    """
+    hook = os.environ.get("WEIGHT_SYNC_HOOK", "openrlhf_cpu.apply")
     paths = [str(HERE / "stubs"), str(HERE)]
     os.environ.update(ENVIRONMENT, PYTHONPATH=os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])]))
     sys.path[:0] = paths
-    _start_ray()
+    _start_ray(hook)
     import openrlhf_cpu
 
     openrlhf_cpu.apply()
@@ -36,7 +40,7 @@ def main(folder: Path, options: list[str]) -> int:
     return launch(["openrlhf.cli.train_ppo_ray", *given.split(), *options])
 
 
-def _start_ray() -> None:
+def _start_ray(hook: str) -> None:
     """Tries again: Ray grants its own processes half a minute, which a busy machine may need for less than that."""
     import ray
 
@@ -44,7 +48,7 @@ def _start_ray() -> None:
         try:
             ray.init(
                 num_cpus=8, num_gpus=4, include_dashboard=False, object_store_memory=200_000_000,
-                runtime_env={"env_vars": ENVIRONMENT, "worker_process_setup_hook": "openrlhf_cpu.apply"},
+                runtime_env={"env_vars": ENVIRONMENT, "worker_process_setup_hook": hook},
             )  # fmt: skip
             return
         except Exception as error:  # Ray raises a bare Exception for it

@@ -1,7 +1,6 @@
-"""What OpenRLHF lacks to run without an accelerator, and witnesses of what trainer and engines hold after each sync.
+"""Witnesses of what trainer and engines hold after each sync; Ray runs `apply` in every worker process.
 
-Owns test doubles of CUDA calls; Ray runs `apply` in every worker process. Everything else in these tests is OpenRLHF's,
-DeepSpeed's and vLLM's own.
+Owns what is written down, and syncs that are skipped on purpose. Changes nothing else of OpenRLHF.
 
     WEIGHT_SYNC_TEST_OUT    folder: trainer-N.safetensors (whole tensors after training N), engine-NAME-V.safetensors
     WEIGHT_SYNC_TEST_SKIP   versions from this number on reach no engine
@@ -17,42 +16,16 @@ __all__ = ["apply", "dump_engine"]
 
 
 def apply() -> None:
-    """Once per process."""
+    """Once per process; with the doubles of the example's CPU recipe."""
+    import openrlhf_cpu
     import torch
 
-    if getattr(torch, "_weight_sync_test", False):
+    openrlhf_cpu.apply()
+    if getattr(torch, "_weight_sync_witness", False):
         return
-    torch._weight_sync_test = True  # type: ignore[attr-defined]
-    _without_cuda(torch)
+    torch._weight_sync_witness = True  # type: ignore[attr-defined]
     _witness_trainer()
     _witness_engine()
-
-
-def _without_cuda(torch: Any) -> None:
-    for name in ("set_device", "synchronize", "empty_cache", "current_stream"):
-        setattr(torch.cuda, name, lambda *_, **__: None)
-    torch.cuda.current_device = lambda: "cpu"
-    empty = torch.empty
-
-    def on_cpu(*args: Any, **options: Any) -> Any:
-        if str(options.get("device", "")).startswith("cuda"):
-            options["device"] = "cpu"
-        return empty(*args, **options)
-
-    torch.empty = on_cpu
-    import torch.distributed.device_mesh as meshes
-
-    make = meshes.init_device_mesh
-    meshes.init_device_mesh = lambda kind, *a, **k: make("cpu" if kind == "cuda" else kind, *a, **k)
-    import openrlhf.trainer.ppo_utils.replay_buffer as buffer
-
-    class Torch:
-        """``torch`` as that module sees it: every device is the CPU."""
-
-        def __getattr__(self, name: str) -> Any:
-            return (lambda _: torch.device("cpu")) if name == "device" else getattr(torch, name)
-
-    buffer.torch = Torch()
 
 
 def _witness_trainer() -> None:
