@@ -35,7 +35,9 @@ SHIPPED = {".py", ".pyi", ".proto", ".typed", ".yaml"}
 
 def package_of(path: Path) -> str:
     """The mapped package that a file belongs to: that of the innermost mapped folder."""
-    return max((n for n, folder in FOLDERS.items() if path.is_relative_to(ROOT / folder)), key=lambda n: len(FOLDERS[n]))
+    return max(
+        (n for n, folder in FOLDERS.items() if path.is_relative_to(ROOT / folder)), key=lambda n: len(FOLDERS[n])
+    )
 
 
 def sources(*folders: str) -> Iterator[Path]:

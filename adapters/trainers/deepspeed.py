@@ -10,7 +10,7 @@ one of which publishes each. Nothing here looks at values.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,7 +143,10 @@ def _whole(params: Sequence[Any], model: torch.nn.Module, tensor_parallel: bool)
     elif any(hasattr(param, "ds_tensor") for param in params):
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters(list(params)):
+        with ExitStack() as whole:
+            # one call each: DeepSpeed waits for the last gather of a call only, which on gloo says nothing of the others
+            for param in params:
+                whole.enter_context(deepspeed.zero.GatheredParameters([param]))
             yield
     else:
         yield

@@ -9,6 +9,7 @@ Owns what is written down, and syncs that are skipped on purpose. Changes nothin
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,9 @@ def _save_merged(model: Any, path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    params = list(model.parameters())
-    with deepspeed.zero.GatheredParameters(params, enabled=hasattr(params[0], "ds_tensor")):
+    with ExitStack() as whole:
+        for param in model.parameters():
+            whole.enter_context(deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_tensor")))
         if torch.distributed.get_rank() == 0:
             state = {name: param.detach().clone() for name, param in model.named_parameters()}
             twin = copy.deepcopy(model.peft_config["default"])
@@ -81,7 +83,9 @@ def _save_merged(model: Any, path: Path) -> None:
             for name, param in wrapped.named_parameters():
                 param.data = state[name]
             merged = wrapped.merge_and_unload()
-            save_file({name: param.detach().clone() for name, param in merged.named_parameters()}, path)
+            whole_state = {name: param.detach().clone() for name, param in merged.named_parameters()}
+            assert not any(tensor.isnan().any() for tensor in whole_state.values()), "training has gone wrong"
+            save_file(whole_state, path)
 
 
 def _witness_engine() -> None:
