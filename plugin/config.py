@@ -238,7 +238,7 @@ class Config(_Keys):
         if value:  # a key that did nothing would leave engines without versions
             raise ConfigError("further outlets are not built yet", field="weight_sync.also", found=value[0].uri,
                               expected="no entry",
-                              do="backend grpc or rdma with store: serves engines and feeds whoever follows the store")  # fmt: skip
+                              do="backend grpc or rdma with store: one publish serves engines and store")  # fmt: skip
         return value
 
     @field_validator("run_id")
