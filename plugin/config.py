@@ -290,11 +290,22 @@ def load(source: Mapping[str, Any] | str | Path, **overrides: Any) -> Config:
         data = data["weight_sync"]
     if not isinstance(data, dict):
         raise ConfigError("configuration is not a mapping", found=type(data).__name__, expected="key: value lines")
-    data = {**data, **overrides}
+    data = _nested({**data, **overrides})
     try:
         return Config(**data)
     except ValidationError as error:
         raise _config_error(error) from error
+
+
+def _nested(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys with dots, as the command line gives them, as blocks in blocks."""
+    out = {key: value for key, value in data.items() if "." not in str(key)}
+    for key, value in data.items():
+        outer, dot, inner = str(key).partition(".")
+        if dot:
+            block = out.get(outer)
+            out[outer] = _nested({**(block if isinstance(block, Mapping) else {}), inner: value})
+    return out
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

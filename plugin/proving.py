@@ -5,6 +5,7 @@ Owns one collective step of the publisher. Owns no learning (served.py), no load
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["learn_proven"]
+
+_LOG = logging.getLogger("weight_sync")
 
 
 def learn_proven(
@@ -43,6 +46,9 @@ def learn_proven(
         raise TensorError("nothing to publish: no rank offers a tensor", field="source", found=type(named).__name__,
                           expected="a module or a mapping of names to tensors")  # fmt: skip
 
+    if group.rank == 0 and ledger.head is not None:
+        _tell_changes(ledger, view)
+
     def join(parts: Sequence[bytes]) -> bytes:
         _prove(view, ledger, [report_pb2.RankReport.FromString(part) for part in parts])
         return b""
@@ -53,6 +59,20 @@ def learn_proven(
         work.forget()  # it may hold pieces of which only a part was loaded
         raise
     work.view = view
+
+
+def _tell_changes(ledger: Ledger, view: ServedView) -> None:
+    """Tensors may appear, vanish and change; done by mistake (a prefix, a part of the model) it must not go unseen."""
+    before, now = {spec.name: spec for spec in ledger.table}, {spec.name: spec for spec in view.table}
+    changes = {
+        "appear": sorted(now.keys() - before.keys()),
+        "vanish": sorted(before.keys() - now.keys()),
+        "change dtype or shape": sorted(n for n in now.keys() & before.keys() if now[n] != before[n]),
+    }
+    told = [f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if names[3:] else ''})"
+            for what, names in changes.items() if names]  # fmt: skip
+    if told:
+        _LOG.warning("tensors of view %r after version %s: %s", ledger.view, ledger.head, "; ".join(told))
 
 
 def _prove(view: ServedView, ledger: Ledger, reports: Sequence[report_pb2.RankReport]) -> None:

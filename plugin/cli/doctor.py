@@ -26,9 +26,14 @@ def doctor(
         weight-sync doctor verl
         weight-sync doctor vllm --json
     """
+    from weight_sync.checkup import ABSENT, Check
     from weight_sync.registry import find
 
-    checks = list(find("doctors", host)())
+    checks: list[Check] = []
+    for check in find("doctors", host)():
+        checks.append(check)
+        if check.found == ABSENT:
+            break
     rows: list[dict[str, Any]] = [vars(check) for check in checks]
 
     def show() -> None:

@@ -67,6 +67,8 @@ def follow(
 def _once(out: Output, config: Config, folder: str, options: dict[str, Any], limit: float) -> None:
     deadline = time.monotonic() + limit
     with reader(config) as end:
+        if end.wait(None, 0) is None:
+            out.note(f"waiting for the first version of {config.uri}, {limit:g} s at most")
         if end.wait(None, limit) is None:  # the first version tells the base
             raise VersionNotReadyError("the store holds no version yet", field="uri", found=config.uri,
                                        do="start the trainer, or wait longer")  # fmt: skip

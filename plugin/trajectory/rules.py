@@ -42,6 +42,10 @@ def staleness(trajectory: trajectory_pb2.Trajectory, current_version: int) -> in
 
 def check(trajectory: trajectory_pb2.Trajectory, where: str = "trajectory") -> None:
     """Raises TrajectoryError, which names the field below ``where``, unless a trainer can learn from the trajectory."""
+    given: object = trajectory
+    if not isinstance(given, trajectory_pb2.Trajectory):
+        raise TrajectoryError("not a trajectory", field=where, found=type(given).__name__,
+                              expected="weight_sync.proto.v1.trajectory_pb2.Trajectory")  # fmt: skip
     _check_text(f"{where}.id", trajectory.id, least=1)
     for name in _TEXTS:
         _check_text(f"{where}.{name}", getattr(trajectory, name), least=0)

@@ -12,7 +12,7 @@ from typing import Any
 
 from weight_sync.adapters.trainers.openrlhf import SUPPORTED
 from weight_sync.adapters.trainers.versions import installed, outside
-from weight_sync.checkup import Check, hook
+from weight_sync.checkup import ABSENT, Check, hook
 from weight_sync.errors import ConfigError
 
 __all__ = ["ACTORS", "check_hooks", "doctor", "hook_points"]
@@ -44,7 +44,7 @@ def doctor() -> Iterator[Check]:
     """The version, then every point."""
     distribution, lowest, below = SUPPORTED
     found = installed(distribution)
-    reason = "it is not installed" if found is None else outside(found, lowest, below)
+    reason = ABSENT if found is None else outside(found, lowest, below)
     yield Check(f"{distribution} {found or ''}".strip(), not reason, reason,
                 f"pip install '{distribution}>={lowest},<{below}'")  # fmt: skip
     yield from hook_points()
