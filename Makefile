@@ -2,6 +2,7 @@
 #
 # PYTHON=python3.12   another interpreter
 # ARGS='-k digest'    more arguments for pytest, or for the quick start
+# WORKERS=4           processes that share the tests, 2 by default
 # STEPS=3 MODEL=path  the quick start's length and its checkpoint
 
 .DEFAULT_GOAL := help
@@ -9,7 +10,8 @@
 .PHONY: help venv fmt lint types check test test-full test-engines test-hosts ci quickstart proto dist clean
 
 PY := .venv/bin/python
-PYTEST := $(PY) -m pytest $(ARGS)
+WORKERS ?= 2
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 help: ## Lists these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +47,8 @@ test-engines: ## Tests on real engines, each in an environment of its own (downl
 test-hosts: ## Tests in real trainers, each in an environment of its own (downloads about 2 GB once; slime with SLIME_SRC=checkout)
 	@scripts/env.sh verl .venv-verl >/dev/null
 	.venv-verl/bin/python -m pytest $(ARGS) tests/hosts/verl
+	@scripts/env.sh openrlhf .venv-openrlhf >/dev/null
+	.venv-openrlhf/bin/python -m pytest $(ARGS) -m "not full" tests/hosts/openrlhf
 	@[ -z "$$SLIME_SRC" ] || scripts/env.sh slime .venv-slime >/dev/null
 	$$([ -n "$$SLIME_SRC" ] && echo .venv-slime || echo .venv-verl)/bin/python -m pytest $(ARGS) tests/hosts/slime
 
