@@ -88,7 +88,9 @@ class Entry:
                     raw, has_raw = raw + ref.size, True
                 else:
                     patch[ref.form] = patch.get(ref.form, 0) + ref.size
-        is_empty = manifest.kind == ANCHOR and bool(manifest.views) and not any(part.elements for part in manifest.views)
+        is_empty = (
+            manifest.kind == ANCHOR and bool(manifest.views) and not any(part.elements for part in manifest.views)
+        )
         return cls(
             number=manifest.number,
             epoch=manifest.epoch,
