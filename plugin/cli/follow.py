@@ -67,7 +67,7 @@ def follow(
 def _once(out: Output, config: Config, folder: str, options: dict[str, Any], limit: float) -> None:
     deadline = time.monotonic() + limit
     with reader(config) as end:
-        if end.head() is None:  # asks, and so tells at once who may not
+        if end.head() is None and limit:  # asks, and so tells at once who may not
             out.note(f"waiting for the first version of {config.uri}, {limit:g} s at most")
         if end.wait(None, limit) is None:  # the first version tells the base
             raise VersionNotReadyError("the store holds no version yet", field="uri", found=config.uri,
