@@ -170,7 +170,7 @@ class Publisher:
         EpochFencedError when a newer publisher owns the run, StoreError. After any of them the head, the base and the
         store's visible state are as before, and the changes are part of the next version.
         """
-        self.settle()
+        self._settled()
         started = time.perf_counter()
         offer = Offer(source, step, metadata or {}, cast)
         job = Round(self._begin(offer), step, dict(metadata or {}), started)
@@ -181,14 +181,15 @@ class Publisher:
         self._flying = job.plan.number
         return None
 
-    def _begin(self, offer: Offer) -> report_pb2.RoundPlan:
-        """Settles the round before; then the view is what this rank offers, and its base is the head. Collective."""
+    def _settled(self) -> None:
         if self._is_closed:
             raise InputError("this publisher is closed", field="run_id", found=self.run_id, do="open another one")
         self.settle()
-        plan = report_pb2.RoundPlan.FromString(
-            together(self.group, lambda: offer.open(self._ledger, self._work), self._plan)
-        )
+
+    def _begin(self, offer: Offer) -> report_pb2.RoundPlan:
+        """The view is what this rank offers, and its base is the head. Collective."""
+        answer = together(self.group, lambda: offer.open(self._ledger, self._work), self._plan)
+        plan = report_pb2.RoundPlan.FromString(answer)
         if plan.HasField("adopted"):
             self._concluded(plan.adopted)
             self._work.forget()
@@ -202,6 +203,7 @@ class Publisher:
 
         For a trainer that resumes from a checkpoint of its own. Raises as `publish`; looks at the newest versions only.
         """
+        self._settled()
         offer = Offer(source, None, {}, True)
         self._begin(offer)
 

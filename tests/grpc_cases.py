@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,15 +33,6 @@ from weight_sync.transport.grpc import GrpcTransport
 from weight_sync.transport.grpc.server import Server
 
 COMMON: dict[str, Any] = {"poll_s": 0.02, "keep_versions": 100, "timeout_s": 30}
-
-
-def until(what: Callable[[], Any], limit: float = 30.0) -> Any:
-    """The first true answer of ``what``. Raises AssertionError at the limit."""
-    deadline = time.monotonic() + limit
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
-    return found
 
 
 def served(folder: Path, stack: ExitStack, **keys: Any) -> tuple[Server, Config]:

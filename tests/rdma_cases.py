@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from loop import Child, digest_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from waiting import until
 
 from weight_sync import Publisher, Replica
 from weight_sync.adapters.engines.inplace import InPlaceStore
@@ -318,13 +318,12 @@ def train(say: Say, given: dict[str, Any], meeting: str, rank: int, world: int, 
 
 def wait_acks(publisher: Publisher, number: int, wanted: int, limit: float = 45) -> None:
     """Until so many replicas have acknowledged ``number``."""
-    deadline = time.monotonic() + limit
-    while True:
+
+    def there() -> bool:
         acks = [m for m in publisher.acknowledgements() if m.state in (2, 6) and m.version.number >= number]
-        if len(acks) >= wanted:
-            return
-        assert time.monotonic() < deadline, publisher.acknowledgements()
-        time.sleep(0.02)
+        return len(acks) >= wanted
+
+    until(there, f"{wanted} replicas at version {number}", limit)
 
 
 def serve(say: Say, given: dict[str, Any], name: str, tp: int, steps: int) -> None:
@@ -346,14 +345,15 @@ def serve(say: Say, given: dict[str, Any], name: str, tp: int, steps: int) -> No
 def connected(given: dict[str, Any], limit: float = 45) -> None:
     """Until the controller listens."""
     port = int(given["uri"].rpartition(":")[2])
-    deadline = time.monotonic() + limit
-    while True:
+
+    def listens() -> bool:
         try:
             socket.create_connection(("127.0.0.1", port), 1).close()
-            return
         except OSError:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+            return False
+        return True
+
+    until(listens, "the controller", limit)
 
 
 def trainers(

@@ -8,14 +8,15 @@ import json
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import sidecar_upstream
+import waiting
 from loop import Child, checkpoint, config, context, digest_of, model
 
 from weight_sync import Publisher
@@ -24,17 +25,7 @@ from weight_sync.config import Config
 
 context.set_forkserver_preload(["loop_warm", "sidecar_warm"])
 LIMIT_S = 60.0
-
-
-def until(true: Callable[[], Any], what: str, limit: float = LIMIT_S) -> Any:
-    """Polls until ``true`` returns something true, and returns that."""
-    deadline = time.monotonic() + limit
-    while True:
-        found = true()
-        if found:
-            return found
-        assert time.monotonic() < deadline, f"waited {limit:g} s for {what}"
-        time.sleep(0.03)
+until = partial(waiting.until, limit=LIMIT_S)
 
 
 @dataclass

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 from cli_cases import ask
-from grpc_cases import COMMON, client_of, free_port, relayed, served, until
+from grpc_cases import COMMON, client_of, free_port, relayed, served
 from hypothesis import given
 from hypothesis import strategies as st
 from loop import digest_of, holding, model, same_bits
 from trajectory_cases import make as trajectory
+from waiting import until
 
 from weight_sync import Publisher, Replica
 from weight_sync.config import Config

@@ -13,9 +13,10 @@ import grpc
 import psutil
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from grpc_cases import COMMON, Proxy, client_of, free_port, go_on, kill, process, served, trainer, until
+from grpc_cases import COMMON, Proxy, client_of, free_port, go_on, kill, process, served, trainer
 from loop import digest_of, holding, model
 from test_grpc_relay import committed
+from waiting import until
 
 from weight_sync import Publisher, Replica
 from weight_sync.config import Config
@@ -109,7 +110,7 @@ def test_a_trainer_that_dies_leaves_its_engines_serving(crash_at: str, tmp_path:
     stack.callback(kill, first)
     engine = holding(model(0))
     with Replica.open(client_of(uri), engine, replica_id="a") as replica:
-        until(lambda: _tried(replica) is not None, 60)
+        until(lambda: _tried(replica) is not None, limit=60)
         go_on(first)
         assert first.wait(60) == -9
         with pytest.raises(WeightSyncError):
@@ -119,7 +120,7 @@ def test_a_trainer_that_dies_leaves_its_engines_serving(crash_at: str, tmp_path:
         second = trainer(uri, tmp_path / "store", 2, 4)
         stack.callback(kill, second)
         go_on(second)
-        until(lambda: (_tried(replica) or 0) >= 1 and replica.manifest().step == 4, 60)
+        until(lambda: (_tried(replica) or 0) >= 1 and replica.manifest().step == 4, limit=60)
         assert replica.run_id == run
         assert replica.engine.audit().hex() == digest_of(model(4))
 

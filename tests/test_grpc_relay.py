@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grpc_cases import COMMON, Proxy, client_of, command, free_port, kill, process, relayed, served, until
+from grpc_cases import COMMON, Proxy, client_of, command, free_port, kill, process, relayed, served
 from loop import digest_of, holding, model
 from trajectory_cases import make
+from waiting import until
 
 from weight_sync import Publisher, Replica
 from weight_sync.config import Config
@@ -152,7 +153,7 @@ def test_trajectories_outlive_the_relay_and_the_trainer(tmp_path: Path) -> None:
                 found.update(t.id for t in publisher.take_trajectories())
                 return found == {"t0", "t1", "t2", "t3"}
 
-            until(all_there, 60)
+            until(all_there, limit=60)
 
 
 @pytest.mark.slow
@@ -247,5 +248,5 @@ def test_a_relay_that_starts_before_its_server_waits_for_it(tmp_path: Path, stac
                 except WeightSyncError:
                     return False
 
-            until(synced, 60)
+            until(synced, limit=60)
     assert FileTransport(Config(uri=str(tmp_path / "store"))).replica_end().head() == 0

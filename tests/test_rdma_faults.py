@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 import torch
 from loop import Child, digest_of
 from rdma_cases import Say, TpEngine, connected, free_port, keys, right, state, trainers, wait_acks
+from waiting import until
 
 from weight_sync import Publisher, Replica
 from weight_sync.config import Config
@@ -38,14 +37,6 @@ from weight_sync.transport.rdma.sender import Sender
 
 pytest.importorskip("nixl_cu12")
 State = replica_pb2.ReplicaState
-
-
-def until(ready: Callable[[], Any], limit: float = 60) -> Any:
-    deadline = time.monotonic() + limit
-    while not (found := ready()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found
 
 
 @pytest.fixture
@@ -109,7 +100,7 @@ def test_an_engine_that_dies_mid_transfer_and_comes_back_is_written_again(
 ) -> None:
     publisher.publish(state(0), step=0)
     child = Child(tmp_path, _die_while_landing, given)
-    until(lambda: "served 0" in child.lines())
+    until(lambda: "served 0" in child.lines(), limit=60)
     publisher.publish(state(1), step=1)
     assert child.wait() == -9 and child.lines()[-1] == "landing"
     engine, replica = attach(given)  # the same name, another process, other addresses

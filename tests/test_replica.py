@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -473,6 +474,25 @@ def test_nothing_to_publish_is_said(tmp_path: Path) -> None:
         with pytest.raises(TensorError, match="no rank offers a tensor"):
             publisher.publish({})
         assert publisher.version is None
+
+
+def test_tensors_that_appear_vanish_or_change_are_carried_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = MemoryEngine({})
+    keys = config(tmp_path)
+    with Publisher.open(keys) as publisher, Replica.open(keys, held) as replica:
+        publisher.publish({"a": torch.ones(4), "b": torch.ones(3)})
+        assert not caplog.records
+        state = {"module.a": torch.ones(4), "b": torch.ones(3, dtype=torch.bfloat16)}
+        with caplog.at_level(logging.WARNING, "weight_sync"):
+            publisher.publish(state, cast=False)
+        told = [record.getMessage() for record in caplog.records]
+        assert told == [
+            "tensors of view 'default' after version 0: 1 appear (module.a); 1 vanish (a); 1 change dtype or shape (b)"
+        ]
+        replica.sync(timeout=0)
+    assert same_bits(held, state)
 
 
 def test_nothing_is_done_after_close(keys: Config, publisher: Publisher) -> None:

@@ -17,6 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from weight_sync.folder import sync_path
+
 CLIP = 0.2  # of the importance ratio
 WARM_UP = 3  # steps
 ROWS = 8  # samples in one forward pass
@@ -82,9 +84,9 @@ class Trainer:
             tensors |= {f"master.{name}": master, f"mean.{name}": state["exp_avg"], f"var.{name}": state["exp_avg_sq"]}
         fresh = path.with_suffix(".new")
         save_file(tensors, fresh, metadata={"step": str(self.step)})
-        sync(fresh)
+        sync_path(fresh)
         os.replace(fresh, path)
-        sync(path.parent)
+        sync_path(path.parent)
 
     def load(self, path: Path) -> None:
         """Goes on from where `save` was called."""
@@ -98,15 +100,6 @@ class Trainer:
                     "exp_avg_sq": file.get_tensor(f"var.{name}"),
                 }
         self._round()
-
-
-def sync(path: Path) -> None:
-    """Forces a file, or the names in a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def advantages(samples: Sequence[Sample]) -> list[float]:

@@ -13,7 +13,6 @@ process, so that a killed trainer's successor needs no clean-up.
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -30,6 +29,7 @@ from weight_sync.errors import (
     StoreUnavailableError,
     WeightSyncError,
 )
+from weight_sync.folder import sync_path
 
 __all__ = ["Disk"]
 
@@ -99,7 +99,7 @@ class Disk:
             raise CorruptionError("the inbox is damaged", field=str(self.path), found=found, expected="ok",
                                   do="move it away; engines send again what they have no receipt for")  # fmt: skip
         if empty:
-            _sync_folder(self.path.parent)
+            sync_path(self.path.parent)
 
     def _check_kind(self) -> None:
         application, version = self.value("PRAGMA application_id"), self.value("PRAGMA user_version")
@@ -172,11 +172,3 @@ class Disk:
         if isinstance(error, sqlite3.ProgrammingError) and "closed" in str(error):
             return InputError("the inbox is closed", field=name)
         return StoreError("the inbox failed", field=name, found=str(error))
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
