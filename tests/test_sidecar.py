@@ -268,6 +268,7 @@ def test_a_websocket_is_not_opened(served: Scene) -> None:
 
 def test_status_metrics_and_probes_tell_what_is_served(served: Scene) -> None:
     served.advance()
+    until(lambda: served.sidecar.status["digest"] is not None, "the report of the sync")
     status = served.sidecar.status
     expected = {"run_id": served.publisher.run_id, "version": served.head, "staleness": 0, "state": "serving", "error": "",
                 "ready": True, "in_flight": 0, "digest": digest_of(model(served.head)), "replica_id": "sidecar"}  # fmt: skip

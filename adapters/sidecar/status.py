@@ -80,6 +80,8 @@ class Status:
         """The status; keys may be added."""
         now, progress, replica = self._gate.now, self._driver.progress, self._driver.replica
         report = progress.report
+        # the gate opens before the sync has returned its report: until then the report is of the version before
+        current = report is not None and (report.run_id, report.version) == (now.run, now.version)
         return {
             "run_id": now.run,
             "version": now.version,
@@ -91,7 +93,7 @@ class Status:
             "ready": not self.not_ready(),
             "reason": self.not_ready(),
             "open": now.open,
-            "digest": None if now.version is None or report is None else report.digest,
+            "digest": report.digest if report is not None and current else None,
             "replica_id": replica.replica_id,
             "error": progress.error,
             "last_error": progress.last_error,
