@@ -1,13 +1,13 @@
 # The gate is one command: make check. Everything runs in .venv, which scripts/env.sh makes; only Python 3.11+ is needed.
 #
 # PYTHON=python3.12   another interpreter
-# ARGS='-k digest'    more arguments for pytest, or for the quick start
+# ARGS='-k digest'    more arguments for pytest, or for the quick start; of test-engines, "-m ''" runs the longest, too
 # WORKERS=4           processes that share the tests, 2 by default
 # STEPS=3 MODEL=path  the quick start's length and its checkpoint
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv fmt lint types check test test-full test-engines test-hosts ci quickstart proto dist clean
+.PHONY: help venv fmt lint types kernels check test test-full test-engines test-hosts ci quickstart proto dist clean
 
 PY := .venv/bin/python
 WORKERS ?= 2
@@ -31,18 +31,25 @@ types: venv ## mypy --strict over the whole package
 	$(PY) scripts/typed_tree.py build/typed
 	cd build/typed && ../../$(PY) -m mypy -p weight_sync --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
 
-check: lint types ## The gate: format, lint, types and the fast tests
+kernels: venv # compiled once, by all processors; else each process of the tests compiles them for itself
+	@.venv/bin/weight-sync warm --workers $(WORKERS)
+
+check: lint types kernels ## The gate: format, lint, types and the fast tests
 	$(PYTEST) -m "not slow and not full"
 
-test: venv ## All tests but the longest
+test: venv kernels ## All tests but the longest
 	$(PYTEST) -m "not full"
 
-test-full: venv ## All tests, those that wait for minutes too
+test-full: venv kernels ## All tests, those that wait for minutes too
 	$(PYTEST)
 
-test-engines: ## Tests on real engines, each in an environment of its own (downloads about 1 GB once)
+test-engines: ## Tests on real engines, each in an environment of its own (downloads about 1.5 GB once)
 	@scripts/env.sh vllm .venv-vllm >/dev/null
-	.venv-vllm/bin/python -m pytest $(ARGS) tests/engines/test_vllm*.py
+	.venv-vllm/bin/python -m pytest -m "not full" $(ARGS) tests/engines/test_vllm*.py
+	@scripts/env.sh vllm-0.29 .venv-vllm-0.29 >/dev/null
+	.venv-vllm-0.29/bin/python -m pytest $(ARGS) -k "leans_on or every_version or packed" tests/engines/test_vllm*.py
+	@scripts/env.sh sglang .venv-sglang >/dev/null
+	.venv-sglang/bin/python -m pytest $(ARGS) -m "not full" tests/engines/test_sglang*.py
 
 test-hosts: ## Tests in real trainers, each in an environment of its own (downloads about 2 GB once; slime with SLIME_SRC=checkout)
 	@scripts/env.sh verl .venv-verl >/dev/null

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from weight_sync.adapters.trainers.versions import installed, outside
 from weight_sync.checkup import ABSENT, Check, hook
 
-__all__ = ["slime", "verl", "vllm"]
+__all__ = ["sglang", "slime", "verl", "vllm"]
 
 _VERL = ("verl", "0.9.1", "0.10")
 _SLIME_UPDATER = ("__init__", "connect_rollout_engines", "disconnect_rollout_engines", "update_weights", "pop_metrics",
@@ -86,3 +86,21 @@ def vllm() -> Iterator[Check]:
         yield hook(client, f"AsyncLLM.{method}")
     yield hook("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory.register_engine")
     yield hook("weight_sync.adapters.engines.vllm.plugin", "register")
+
+
+def sglang() -> Iterator[Check]:
+    """Of ``weight_sync.adapters.engines.sglang``."""
+    found = installed("sglang")
+    yield Check(f"sglang {found or ''}".strip(), found is not None, "" if found else ABSENT, "install SGLang")
+    ours = [point for point in entry_points(group="sglang.srt.plugins") if point.name == "weight_sync"]
+    yield Check("SGLang loads our plugin", bool(ours), "" if ours else "no entry point sglang.srt.plugins: weight_sync",
+                "pip install weight-sync in SGLang's own environment")  # fmt: skip
+    yield hook("sglang.srt.plugins.hook_registry", "HookRegistry.register")
+    client = "sglang.srt.managers.tokenizer_manager"
+    for method in ("auto_create_handle_loop", "pause_generation", "continue_generation", "abort_request", "flush_cache",
+                   "update_weight_version"):  # fmt: skip
+        yield hook(client, f"TokenizerManager.{method}")
+    yield hook("sglang.srt.managers.scheduler", "Scheduler.process_input_requests")
+    yield hook("sglang.srt.model_loader.loader", "DefaultModelLoader.postprocess_weights")
+    yield hook("sglang.srt.runtime_context", "get_parallel")
+    yield hook("weight_sync.adapters.engines.sglang.plugin", "register")

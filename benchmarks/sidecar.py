@@ -107,7 +107,8 @@ class _HeldEngine(MemoryEngine):
 
 def _sidecar_main(port: str, store: str) -> None:
     serve(_HeldEngine, Config(uri=store, threads=1), lambda address: print(address, flush=True), lambda report: None,
-          lambda error: print(error, file=sys.stderr), engine_url=f"http://127.0.0.1:{port}", listen="127.0.0.1:0")  # fmt: skip
+          lambda error: print(error, file=sys.stderr), engine_url=(f"http://127.0.0.1:{port}",),
+          listen="127.0.0.1:0")  # fmt: skip
 
 
 # --- the client ---

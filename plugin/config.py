@@ -4,6 +4,7 @@ Owns the configuration model and the reading of the environment. Owns no host sy
 
 Environment, read here and nowhere else:
     WEIGHT_SYNC_THREADS     default of ``threads``
+    WEIGHT_SYNC_PROFILE     native or deterministic: switches that weight_sync's plugin sets in an engine it is loaded by
     WEIGHT_SYNC_RUNTIME_DIR folder of the sockets on which engines of this host are driven
     WEIGHT_SYNC_CRASH_AT    used by the fault tests only: name of a step at which the process kills itself
 """
@@ -17,11 +18,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from weight_sync.blocks import Contract, Keys
 from weight_sync.errors import ConfigError
 
-__all__ = ["Auth", "Config", "Rdma", "Signing", "Tls", "Token", "check_name", "crash_point", "load"]
+__all__ = ["Auth", "Config", "Contract", "Rdma", "Signing", "Tls", "Token", "View", "check_name", "crash_point", "load"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -54,6 +56,16 @@ def runtime_dir() -> Path:
     return Path(given) if given else Path(f"/tmp/weight_sync-{os.getuid()}")
 
 
+def wanted_profile() -> str:
+    """WEIGHT_SYNC_PROFILE, else native. Raises ConfigError for one that an engine's own process cannot have."""
+    given = os.environ.get("WEIGHT_SYNC_PROFILE", "native")
+    if given not in ("native", "deterministic"):
+        raise ConfigError(
+            "no such profile", field="WEIGHT_SYNC_PROFILE", found=given, expected="native or deterministic"
+        )
+    return given
+
+
 def crash_point(step: str) -> None:
     """Kills the process with SIGKILL when WEIGHT_SYNC_CRASH_AT names this step: the fault tests' only hook.
 
@@ -73,18 +85,29 @@ def crash_point(step: str) -> None:
 _crash_counts: dict[str, int] = {}
 
 
-class _Keys(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, validate_default=True)
-
-
-class Outlet(_Keys):
+class Outlet(Keys):
     """One further way out of the same publish."""
 
     backend: str
     uri: str
 
 
-class Tls(_Keys):
+class View(Keys):
+    """One named view of every version. docs/views.md lists the schemes."""
+
+    name: str
+    base: str | None = Field(None, description="checkpoint that engines of this view boot from")
+    scheme: str | None = Field(
+        None, description="how served bits come from the trainer's; default: as the base's config.json says"
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        return check_name("views.name", value)
+
+
+class Tls(Keys):
     """Files for TLS, all PEM. A server needs cert and key; a client that is asked for a certificate, too."""
 
     cert: str | None = Field(None, description="certificate chain of this side")
@@ -103,7 +126,7 @@ class Tls(_Keys):
         return self
 
 
-class Token(_Keys):
+class Token(Keys):
     """A token that a server knows."""
 
     token: str | None = Field(None, repr=False, description="the token itself")
@@ -111,7 +134,7 @@ class Token(_Keys):
     roles: tuple[Literal["publish", "follow", "return", "admin"], ...] = Field(description="what it may do")
 
 
-class Auth(_Keys):
+class Auth(Keys):
     """Bearer tokens: what a client shows, what a server knows."""
 
     token: str | None = Field(None, repr=False, description="token that this side shows")
@@ -119,7 +142,7 @@ class Auth(_Keys):
     tokens: tuple[Token, ...] = Field((), description="tokens that a server knows; none: nobody is asked for one")
 
 
-class Signing(_Keys):
+class Signing(Keys):
     """Ed25519 signatures over manifests; keys are PEM files."""
 
     key: str | None = Field(None, description="private key with which a publisher signs")
@@ -129,7 +152,7 @@ class Signing(_Keys):
     )
 
 
-class Rdma(_Keys):
+class Rdma(Keys):
     """Of the rdma backend; docs/rdma.md says what to set on a cluster."""
 
     commit: Literal["shadow", "direct"] = Field(
@@ -153,7 +176,7 @@ class Rdma(_Keys):
 _OF_SCHEME = {"grpc": "grpc", "grpcs": "grpc", "rdma": "rdma"}  # every other scheme is a store's
 
 
-class Config(_Keys):
+class Config(Keys):
     """The ``weight_sync`` block."""
 
     backend: str = Field(
@@ -176,9 +199,13 @@ class Config(_Keys):
         default_factory=lambda: Signing.model_validate({}), description="signatures over manifests"
     )
     rdma: Rdma = Field(default_factory=lambda: Rdma.model_validate({}), description="of the rdma backend")
+    contract: Contract = Field(
+        default_factory=lambda: Contract.model_validate({}),
+        description="what engines must be like, and the mismatch bound",
+    )
     connections: int = Field(4, ge=1, le=64, description="connections that large reads from a server use at once")
     calls_per_s: float = Field(2000.0, gt=0, description="calls per second that a server grants to one machine")
-    cache_bytes: int = Field(32 << 30, ge=1 << 20, description="quota of a server's or relay's cache on disk")
+    cache_bytes: int = Field(32 << 30, ge=1 << 20, description="quota of what is kept of a store in cache_dir")
     metrics: str | None = Field(None, description="host:port where a server shows Prometheus metrics")
     inbox: str | None = Field(
         None, description="SQLite file of the trainer's inbox; default: a server's is in its store"
@@ -192,8 +219,17 @@ class Config(_Keys):
         False,
         description="start a new run that names the newest one as its parent; with run_id once, then that run goes on",
     )
-    view: str = Field("default", description="name of the served view that is published or followed")
+    view: str | None = Field(
+        None, description="name of the served view; default: default to publish, the only one there is to follow"
+    )
+    scheme: str | None = Field(
+        None, description="how served bits come from the trainer's: cast, bf16, fp8-block, ...; default: as base says"
+    )
+    views: tuple[View, ...] = Field((), description="views to publish together, instead of view, base and scheme")
     forms: tuple[Literal["step", "compact"], ...] = Field(("step",), description="forms in which patches are stored")
+    take: Literal["step", "compact"] = Field(
+        "compact", description="form that a reader takes where it holds every old bit and the version has both"
+    )
     anchor_every: int = Field(50, ge=0, description="versions between full states; 0: never by count")
     anchor_share: float = Field(
         1.0, ge=0, description="write a full state when patches since the last exceed this share of it; 0: never"
@@ -218,7 +254,10 @@ class Config(_Keys):
     )
     replica_id: str | None = Field(None, description="name of this replica; default: host and process")
     staging_bytes: int = Field(4 << 30, ge=1 << 20, description="most memory for decoded patches")
-    cache_dir: str | None = Field(None, description="folder for canonical copies of checkpoints")
+    mirror: str | None = Field(
+        None, description="folder of a relay's copy of the weights: versions cross the link in the compact form then"
+    )
+    cache_dir: str | None = Field(None, description="folder for what is kept of a store, and for copies of checkpoints")
     store_options: dict[str, str] = Field(
         default_factory=dict, description="options of the object store: endpoint, region, credentials"
     )
@@ -257,8 +296,31 @@ class Config(_Keys):
 
     @field_validator("view")
     @classmethod
-    def _view(cls, value: str) -> str:
-        return check_name("view", value)
+    def _view(cls, value: str | None) -> str | None:
+        return None if value is None else check_name("view", value)
+
+    @field_validator("views")
+    @classmethod
+    def _views(cls, value: tuple[View, ...]) -> tuple[View, ...]:
+        names = [view.name for view in value]
+        if len(set(names)) != len(names):
+            raise ConfigError("two views of one name", field="weight_sync.views", found=names)
+        if len({view.base is None for view in value}) > 1:
+            raise ConfigError("some views have a base", field="weight_sync.views",
+                              found=[view.name for view in value if view.base is None], expected="all or none",
+                              do="give each view the checkpoint that its engines boot from")  # fmt: skip
+        return value
+
+    @property
+    def published(self) -> tuple[View, ...]:
+        """The views to publish. Raises ConfigError when keys of one view stand beside ``views``."""
+        if not self.views:
+            return (View(name=self.view or "default", base=self.base, scheme=self.scheme),)
+        beside = [key for key in ("view", "base", "scheme") if getattr(self, key) is not None]
+        if beside:
+            raise ConfigError("keys of one view beside views", field=f"weight_sync.{beside[0]}",
+                              found=getattr(self, beside[0]), do="set it in the entry of that view")  # fmt: skip
+        return self.views
 
     @field_validator("replica_id")
     @classmethod

@@ -25,7 +25,8 @@ Owns the tree and the shape of a message. Owns no decision: rooms raise these, c
     │   ├── StoreFullError        no space left
     │   └── StoreReadOnlyError    no permission to write
     ├── EngineError           an engine could not do what was asked; it still serves its old version
-    │   └── EngineInDoubtError    its weights match no known version: it must not serve until rebuilt
+    │   ├── EngineInDoubtError    its weights match no known version: it must not serve until rebuilt
+    │   └── ContractError     it does not compute as the trainer asks: start it in another way
     ├── DigestMismatchError   the bits are not the version's bits; nothing was announced
     └── DeadlineError         a wait ran into its limit
 """
@@ -36,6 +37,7 @@ from typing import Any
 
 __all__ = [
     "ConfigError",
+    "ContractError",
     "CorruptionError",
     "DeadlineError",
     "DigestMismatchError",
@@ -187,6 +189,10 @@ class EngineError(WeightSyncError):
 
 class EngineInDoubtError(EngineError):
     """An engine's weights match no known version; it must not serve until it is rebuilt."""
+
+
+class ContractError(EngineError):
+    """An engine does not compute as the trainer asks, and the trainer is strict about it."""
 
 
 class DigestMismatchError(WeightSyncError):

@@ -29,7 +29,7 @@ class Served:
     """A version whose bits the engine holds, by digest."""
 
     manifest: manifest_pb2.VersionManifest
-    view: str
+    view: str | None
 
     @property
     def id(self) -> common_pb2.VersionId:
@@ -56,7 +56,7 @@ class Fence:
         doubts: how often the engine's bits came to be in doubt.
     """
 
-    def __init__(self, engine: Engine, view: str, mode: PauseMode, limit_s: float) -> None:
+    def __init__(self, engine: Engine, view: str | None, mode: PauseMode, limit_s: float) -> None:
         self.served: Served | None = None
         self.state: int = State.REPLICA_STATE_ATTACHING
         self.doubts = 0

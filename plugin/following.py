@@ -5,8 +5,9 @@ Owns them as functions that give a reason and change nothing. Owns no state (rep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from weight_sync.canonical import Bits
 from weight_sync.codec.digest import Digest
 from weight_sync.config import Config
 from weight_sync.errors import (
@@ -21,6 +22,7 @@ from weight_sync.errors import (
     WeightSyncError,
 )
 from weight_sync.history import History
+from weight_sync.kept import keeping
 from weight_sync.ports import Engine, ReplicaEnd, Update
 from weight_sync.proto.v1 import manifest_pb2, replica_pb2
 from weight_sync.push import place
@@ -79,16 +81,18 @@ def history_of(end: ReplicaEnd, config: Config, replica_id: str, engine: Engine)
     Raises ConfigError when a trusted key is none.
     """
     place(end, replica_id, config.view, engine)
-    return History(end, config.view, config.threads, config.base, check=checker(config.signing))
+    return History(keeping(end, config), config.view, config.threads, config.base, check=checker(config.signing))
 
 
-def prepare(history: History, have: int | None, target: int, held: Sequence[TensorSpec] | None) -> Update:
+def prepare(
+    history: History, have: int | None, target: int, held: Sequence[TensorSpec] | None, bits: Bits | None = None
+) -> Update:
     """`History.update`; where an object on the cheapest way is damaged or gone, from a full state that lies behind it.
 
     Raises what the cheapest way raised when there is none.
     """
     try:
-        return history.update(have, target, held)
+        return history.update(have, target, held, bits)
     except (CorruptionError, VersionExpiredError) as error:
         if have is None:
             raise
@@ -98,20 +102,23 @@ def prepare(history: History, have: int | None, target: int, held: Sequence[Tens
             raise error from None
 
 
-def recognise(end: ReplicaEnd, view: str, digest: Digest, head: int) -> manifest_pb2.VersionManifest | None:
-    """The version with this digest: the first one, which engines boot from, or one of the newest; None for neither.
-
-    An engine that holds an older one is served from a full state instead, which costs time and nothing else.
+def recognise(end: ReplicaEnd, wanted: Mapping[str | None, Digest], head: int) -> manifest_pb2.VersionManifest | None:
+    """The version whose views (None: the only one) have these digests: the first one, which engines boot from, or one of
+    the newest; None when it is none of them. An engine that holds an older one is served from a full state instead,
+    which costs time and nothing else.
     """
-    wanted = digest.to_proto()
     for number in (0, *range(head, max(0, head - _LOOKED_AT), -1)):
         try:
             manifest = end.manifest(number)
         except VersionError:
             continue  # collected, or no version
-        if any(part.name == view and part.digest == wanted for part in manifest.views):
+        if all(_has(manifest, view, digest) for view, digest in wanted.items()):
             return manifest
     return None
+
+
+def _has(manifest: manifest_pb2.VersionManifest, view: str | None, digest: Digest) -> bool:
+    return any(view in (None, part.name) and part.digest == digest.to_proto() for part in manifest.views)
 
 
 def may_pass(error: WeightSyncError, serving: bool, again: bool) -> bool:

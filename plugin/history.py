@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from weight_sync import version as rules
+from weight_sync.bases import base_of, base_pieces
+from weight_sync.canonical import Bits, compact_way, old_of
 from weight_sync.checkpoint import Checkpoint
-from weight_sync.codec.digest import Digest, digest_tensor
+from weight_sync.codec.digest import Digest
 from weight_sync.codec.fold import fold_changes, on_dense
-from weight_sync.codec.frame import decode_frame, hash16
+from weight_sync.codec.frame import FrameBox, decode_frame, hash16
 from weight_sync.codec.shard import ShardHead, parse_head
 from weight_sync.codec.threads import ordered_map
 from weight_sync.errors import (
@@ -27,29 +30,30 @@ from weight_sync.errors import (
     VersionMissingError,
     WrongBaseError,
 )
-from weight_sync.layout.box import Box
 from weight_sync.pieces import assemble, unfold
 from weight_sync.ports import Changes, DensePiece, Folded, ReplicaEnd, Update
 from weight_sync.proto.v1 import common_pb2, manifest_pb2
-from weight_sync.push import LAND, Pushed, pushed
+from weight_sync.push import LAND, LANDED, Pushed, pushed
 from weight_sync.tensors import TensorSpec
 
 __all__ = ["History", "view_of"]
 
 _R = TypeVar("_R")
 Shards = list[tuple[manifest_pb2.ShardRef, ShardHead]]
+Old = Callable[[FrameBox], NDArray[Any]]
 _PATCH = (common_pb2.FORM_STEP, common_pb2.FORM_ABSOLUTE)
 _HEAD_LIMIT = 1 << 30
 _REMEMBERED = 4  # manifests; of a large model each has megabytes
 
 
-def view_of(manifest: manifest_pb2.VersionManifest, name: str) -> manifest_pb2.ViewManifest:
-    """One view of a manifest. Raises VersionMissingError that lists the views there are."""
-    for view in manifest.views:
-        if view.name == name:
-            return view
-    raise VersionMissingError("version has no such view", field="view", found=name,
-                              expected=[view.name for view in manifest.views], do="set view to one of them")  # fmt: skip
+def view_of(manifest: manifest_pb2.VersionManifest, name: str | None) -> manifest_pb2.ViewManifest:
+    """One view of a manifest; None: the only one. Raises VersionMissingError that lists the views there are."""
+    found = [view for view in manifest.views if name is None or view.name == name]
+    if len(found) == 1:
+        return found[0]
+    names = [view.name for view in manifest.views]
+    what = "version has several views" if name is None and names else "version has no such view"
+    raise VersionMissingError(what, field="view", found=name, expected=names, do="set view to one of them")
 
 
 def table_of(view: manifest_pb2.ViewManifest) -> tuple[TensorSpec, ...]:
@@ -71,7 +75,7 @@ class History:
 
     Args:
         end: a transport's reading end.
-        view: name of the view.
+        view: name of the view; None for the only one of a run that has one.
         threads: that decode.
         base: folder of the base checkpoint, for anchors by reference; None to use the manifest's own hint.
         progress: called with (bytes done, bytes in all) while objects are read.
@@ -79,7 +83,7 @@ class History:
     """
 
     end: ReplicaEnd
-    view: str
+    view: str | None
     threads: int = 1
     base: str | None = None
     progress: Callable[[int, int], None] | None = None
@@ -135,7 +139,7 @@ class History:
     def _no_base(self, manifest: manifest_pb2.VersionManifest) -> VersionMissingError:
         return VersionMissingError(
             f"the bits of anchor {manifest.number} are not in the store and its base is not here", field="base",
-            found=manifest.base.uri or manifest.base.hf_id, do="set base to the folder of that checkpoint",
+            found=base_of(manifest, self.view).uri or manifest.base.hf_id, do="set base to the folder of that checkpoint",
         )  # fmt: skip
 
     def resolve_base(self, manifest: manifest_pb2.VersionManifest | None) -> str | None:
@@ -143,7 +147,7 @@ class History:
         if self.base is not None:
             return self.base
         hint = manifest if manifest is not None else self._first()
-        uri = "" if hint is None or not hint.HasField("base") else hint.base.uri
+        uri = "" if hint is None else base_of(hint, self.view).uri
         return uri if uri and FilePath(uri).exists() else None
 
     def _first(self) -> manifest_pb2.VersionManifest | None:
@@ -154,13 +158,16 @@ class History:
 
     # --- objects ---
 
-    def _fetched(self, what: str, read: Callable[[], memoryview], check: Callable[[memoryview], _R]) -> _R:
+    def _fetched(
+        self, what: str, ref: manifest_pb2.ShardRef, offset: int, length: int, check: Callable[[memoryview], _R]
+    ) -> _R:
         """Reads and checks; once more when the bytes are bad, for they may have been hurt on the way."""
         try:
-            return check(read())
+            return check(self.end.read(ref, offset, length))
         except CorruptionError:
+            forget(self.end, ref)
             try:
-                return check(read())
+                return check(self.end.read(ref, offset, length))
             except CorruptionError as error:
                 raise type(error)(f"{what}: {error.what}", field=error.field, found=error.found,
                                   do="the store itself is bad: restore the object, or publish a full state (a trainer "
@@ -180,7 +187,7 @@ class History:
             return head
 
         size = min(ref.head_size, _HEAD_LIMIT)
-        return self._fetched(f"version {manifest.number}", lambda: self.end.read(ref, 0, size), check)
+        return self._fetched(f"version {manifest.number}", ref, 0, size, check)
 
     def _shards(self, number: int, forms: Collection[int]) -> Shards:
         manifest = self.manifest(number)
@@ -190,8 +197,10 @@ class History:
         """All changes of one version's patch, decoded. Raises CorruptionError naming object and version."""
         return self.decoded(number, self._shards(number, _PATCH), wanted)
 
-    def decoded(self, number: int, shards: Shards, wanted: Callable[[TensorSpec], bool] | None) -> list[Changes]:
-        """Changes of some shards of a version."""
+    def decoded(
+        self, number: int, shards: Shards, wanted: Callable[[TensorSpec], bool] | None, old: Old | None = None
+    ) -> list[Changes]:
+        """Changes of some shards of a version; ``old`` for those in the compact form."""
         jobs: list[tuple[manifest_pb2.ShardRef, ShardHead, int]] = []
         for ref, head in shards:
             for k, frame in enumerate(head.index.frames):
@@ -208,8 +217,10 @@ class History:
             what = f"version {number}, object {ref.object}, frame {k}"
             return self._fetched(
                 what,
-                lambda: self.end.read(ref, offset, length),
-                lambda data: decode_frame(ref.form, head.index.frames[k], data, head.specs),
+                ref,
+                offset,
+                length,
+                lambda data: decode_frame(ref.form, head.index.frames[k], data, head.specs, old),
             )
 
         for (_, head, k), items in zip(jobs, ordered_map(work, jobs, self.threads), strict=True):
@@ -233,7 +244,7 @@ class History:
                 spec = head.specs[piece.region.tensor]
                 what = f"version {number}, object {ref.object}, tensor {spec.name!r}"
                 data = self._fetched(
-                    what, lambda o=offset, n=length, r=ref: self.end.read(r, o, n),  # type: ignore[misc]
+                    what, ref, offset, length,
                     lambda data, want=piece.blake3: _checked(data, want),  # type: ignore[misc]
                 )  # fmt: skip
                 yield DensePiece(spec, head.boxes[k], np.frombuffer(data, spec.type.uint))
@@ -253,39 +264,22 @@ class History:
         folder = self.resolve_base(manifest)
         if folder is None:
             raise self._no_base(manifest)
-        yield from self._base_pieces(Checkpoint(folder), view)
+        yield from base_pieces(Checkpoint(folder), view, self.threads)
 
-    def _base_pieces(self, checkpoint: Checkpoint, view: manifest_pb2.ViewManifest) -> Iterator[DensePiece]:
-        """A checkpoint's tensors as pieces, each compared with the version's digest of it."""
-        for entry in view.tensors:
-            spec = TensorSpec.from_proto(entry.spec)
-            found = checkpoint.spec(spec.name) if spec.name in checkpoint else None
-            if found is None or _plain(found) != _plain(spec):
-                raise self._wrong_base(checkpoint, spec, found, spec)
-            bits = checkpoint.bits(spec.name)
-            digest, expected = digest_tensor(spec, bits, self.threads), Digest.from_proto(entry.digest)
-            if digest != expected:
-                raise self._wrong_base(checkpoint, spec, digest.hex(), expected.hex())
-            if spec.elements:
-                yield DensePiece(spec, Box.run(0, spec.elements), bits)
-
-    @staticmethod
-    def _wrong_base(checkpoint: Checkpoint, spec: TensorSpec, found: object, expected: object) -> WrongBaseError:
-        return WrongBaseError(
-            "the checkpoint is not the run's base", field=spec.name, found=found, expected=expected,
-            do=f"set base to the checkpoint that the run started from, not {checkpoint.path}",
-        )  # fmt: skip
-
-    def update(self, have: int | None, target: int, held: Sequence[TensorSpec] | None = None) -> Update:
+    def update(
+        self, have: int | None, target: int, held: Sequence[TensorSpec] | None = None, bits: Bits | None = None
+    ) -> Update:
         """What takes a state from version ``have`` (None: whatever it is) to ``target``, folded into one.
 
-        ``held`` is the table of ``have``; without it, it is read from the log, where it may have been collected.
+        ``held`` is the table of ``have``; without it, it is read from the log, where it may have been collected. With
+        ``bits``, of ``have``, the patch is read in the compact form where the version has it.
         """
         self._recent.clear()  # a version may have been collected since
         landed = pushed(self.end, self.view, have, target)
         if landed is not None:
             return self._landed(landed, target)
-        offered = self._offered(have, target)
+        compact = bits is not None and self._compact(have, target, held)
+        offered = self._offered(have, target, compact)
         path = self.plan(have, target) if offered is None else _in_one(offered, have, target)
         manifest = self.manifest(target)
         view = view_of(manifest, self.view)
@@ -293,10 +287,17 @@ class History:
         if held is None:
             held = () if have is None or path.anchor is not None else table_of(view_of(self.manifest(have), self.view))
         try:
-            found = self.fold(path.patches, table) if offered is None else unfold(self, offered, manifest, view, table)
-        except CorruptionError:
-            if offered is None:
+            old = old_of(bits) if compact and bits is not None else None
+            if offered is not None:
+                found = unfold(self, offered, manifest, view, table, old)
+            elif old is not None:
+                found = self.decoded(target, self._shards(target, (common_pb2.FORM_COMPACT,)), None, old), {}
+            else:
+                found = self.fold(path.patches, table)
+        except (CorruptionError, WrongBaseError):
+            if offered is None and not compact:
                 raise
+            forget(self.end, None)
             path = self.plan(have, target)  # hurt on the way, or where it was made: the stored patches decide
             found = self.fold(path.patches, table)
         folded, whole = found
@@ -321,7 +322,11 @@ class History:
         """A version that was written into the engine's memory."""
         manifest = self.manifest(target)
         view = view_of(manifest, self.view)
-        extra = {"path": rules.Path(None, (), 0, landed.reason)} | ({} if landed.land is None else {LAND: landed.land})
+        extra: dict[str, Any] = {"path": rules.Path(None, (), 0, landed.reason)}
+        if landed.land is not None:
+            extra[LAND] = landed.land
+        if landed.inside:
+            extra[LANDED] = True
         return Update(
             target=common_pb2.VersionId(run_id=manifest.run_id, number=target), digest=Digest.from_proto(view.digest),
             tensors=table_of(view), changes=(), dense=landed.dense, removed=(), full=True, manifest=manifest, extra=extra,
@@ -351,13 +356,18 @@ class History:
         kept = [[item for item in version if item.spec in alive] for version in versions]
         return fold_changes(kept) if kept else [], {k: p for k, p in whole.items() if p.spec in alive}
 
-    def _offered(self, have: int | None, target: int) -> Folded | None:
+    def _compact(self, have: int | None, target: int, held: Sequence[TensorSpec] | None) -> bool:
+        manifest = self.manifest(target)
+        view = view_of(manifest, self.view)
+        return bool(compact_way(manifest, view, have, held, table_of(view)))
+
+    def _offered(self, have: int | None, target: int, compact: bool) -> Folded | None:
         """One object for the whole way. Signatures cover what is stored, so who checks them takes no fold of several."""
         if have is None or have >= target:
             return None
         if self.check is not None and self.manifest(target).parent != have:
             return None
-        offered = self.end.fold(self.view, have, target)
+        offered = self.end.fold(view_of(self.manifest(target), self.view).name, have, target, compact)
         return None if offered is not None and offered.stored is None and self.check is not None else offered
 
 
@@ -365,8 +375,11 @@ def _in_one(offered: Folded, have: int | None, target: int) -> rules.Path:
     return rules.Path(None, (target,), len(offered.data), f"one object from version {have}")
 
 
-def _plain(spec: TensorSpec) -> tuple[str, str, tuple[int, ...]]:
-    return spec.name, spec.dtype, spec.shape
+def forget(end: ReplicaEnd, ref: manifest_pb2.ShardRef | None) -> None:
+    """Tells an end that keeps what it reads (weight_sync.kept) that a shard, or its last fold, turned out bad."""
+    method = getattr(end, "forget", None)
+    if method is not None:
+        method(ref)
 
 
 def _checked(data: memoryview, want: bytes) -> memoryview:

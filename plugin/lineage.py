@@ -1,6 +1,6 @@
 """The publisher's account of the line it continues: the head, its tensors and digests, what was written since.
 
-Owns Ledger and the publisher's decisions, as pure functions that return a reason. Owns no I/O and no bits.
+Owns Ledger, HeldView and the publisher's decisions, as pure functions that return a reason. Owns no I/O and no bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weight_sync.proto.v1 import manifest_pb2, report_pb2
 from weight_sync.tensors import TensorSpec
 from weight_sync.version import Entry
 
-__all__ = ["Ledger", "anchor_due", "check_step"]
+__all__ = ["HeldView", "Ledger", "anchor_due", "check_step"]
 
 
 def anchor_due(
@@ -63,109 +63,32 @@ def check_step(head_step: int | None, step: int | None) -> str:
 
 
 @dataclass
-class Ledger:
-    """What is known of the version committed last.
+class HeldView:
+    """One view of the version committed last.
 
     Attributes:
-        view: name of the view.
-        head: number, None in a run without versions.
-        step: the trainer's.
-        table: tensors of the view, sorted by name.
+        name, scheme: of the view.
+        table: its tensors, sorted by name.
         digests: per tensor, header term included.
-        since: versions since the last full state.
-        patch_bytes: their patches' bytes, one form of them.
     """
 
-    view: str
-    head: int | None = None
-    step: int | None = None
+    name: str
+    scheme: str
     table: tuple[TensorSpec, ...] = ()
     digests: dict[str, Digest] = field(default_factory=dict)
-    since: int = 0
-    patch_bytes: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        head: manifest_pb2.VersionManifest | None,
-        view: str,
-        lookup: Callable[[int], manifest_pb2.VersionManifest] | None = None,
-    ) -> Ledger:
-        """Of a run that is opened again; ``lookup`` gives older versions, to count what follows the last full state."""
-        ledger = cls(view)
-        if head is None:
-            return ledger
-        ledger._adopt(head)
-        version = head
-        while lookup is not None and version.kind == manifest_pb2.ENTRY_KIND_PATCH:
-            ledger._count(version)
-            version = lookup(version.parent)
-        return ledger
-
-    def committed(self, manifest: manifest_pb2.VersionManifest) -> None:
-        """The version becomes the head."""
-        self._count(manifest)
-        self._adopt(manifest)
-
-    def _count(self, manifest: manifest_pb2.VersionManifest) -> None:
-        if manifest.kind == manifest_pb2.ENTRY_KIND_ANCHOR:
-            self.since = self.patch_bytes = 0
-            return
-        self.since += 1
-        self.patch_bytes += Entry.of(manifest, self.view).patch_bytes
-
-    def _adopt(self, manifest: manifest_pb2.VersionManifest) -> None:
-        view = view_of(manifest, self.view)
-        self.head = manifest.number
-        self.step = manifest.step if manifest.HasField("step") else None
-        self.table = table_of(view)
-        self.digests = {entry.spec.name: Digest.from_proto(entry.digest) for entry in view.tensors}
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of a full state."""
-        return sum(spec.nbytes for spec in self.table)
+    def total(self) -> Digest:
+        """Of the whole state."""
+        return Digest.sum(self.digests.values())
 
-    def manifest(
-        self, run: OpenedRun, number: int, step: int | None, metadata: Mapping[str, str], full: bool, writer: str
-    ) -> manifest_pb2.VersionManifest:
-        """A manifest without views."""
-        kind = manifest_pb2.ENTRY_KIND_ANCHOR if full else manifest_pb2.ENTRY_KIND_PATCH
-        manifest = manifest_pb2.VersionManifest(
-            format=1, run_id=run.run_id, number=number, epoch=run.epoch, kind=kind, metadata=dict(metadata),
-            writer=writer, created_unix_ms=time.time_ns() // 1_000_000, nonce=os.urandom(16),
-        )  # fmt: skip
-        if self.head is not None:
-            manifest.parent = self.head
-        if step is not None:
-            manifest.step = step
-        return manifest
-
-    def base_manifest(
-        self, run: OpenedRun, number: int, config: Config, entries: Iterable[tuple[TensorSpec, Digest]], writer: str
-    ) -> manifest_pb2.VersionManifest:
-        """The first version of a run: the base checkpoint, by reference."""
-        manifest = self.manifest(run, number, None, {}, True, writer)
-        manifest.base.uri = os.path.abspath(config.base) if config.base is not None else ""
-        manifest.base.hf_id, manifest.base.hf_revision = config.base_hf_id, config.base_hf_revision
-        view = manifest.views.add(name=self.view, scheme="cast")
-        for spec, digest in entries:
-            view.tensors.add(spec=spec.to_proto(), digest=digest.to_proto())
-            view.elements += spec.elements
-        view.digest.CopyFrom(Digest.sum(digest for _, digest in entries).to_proto())
-        return manifest
-
-    def add_view(
-        self,
-        manifest: manifest_pb2.VersionManifest,
-        table: Sequence[TensorSpec],
-        reports: Sequence[report_pb2.RankReport],
-    ) -> None:
-        """Adds up what the ranks report: digests of all tensors, counts, shards."""
+    def add_to(self, manifest: manifest_pb2.VersionManifest, table: Sequence[TensorSpec],
+               reports: Sequence[report_pb2.RankReport]) -> None:  # fmt: skip
+        """Adds the view as the ranks report it: digests of all tensors, counts, shards."""
         gained: dict[str, Digest] = {}
         changed: dict[str, int] = {}
         whole: set[str] = set()
-        view = manifest.views.add(name=self.view, scheme="cast")
+        view = manifest.views.add(name=self.name, scheme=self.scheme)
         for report in reports:
             for item in report.tensors:
                 name = table[item.tensor].name
@@ -185,3 +108,95 @@ class Ledger:
             view.elements += spec.elements
             view.changed += count
         view.digest.CopyFrom(total.to_proto())
+
+    def add_base_to(self, manifest: manifest_pb2.VersionManifest, base: str,
+                    entries: Iterable[tuple[TensorSpec, Digest]]) -> None:  # fmt: skip
+        """Adds the view as its base checkpoint holds it, by reference."""
+        view = manifest.views.add(name=self.name, scheme=self.scheme)
+        view.base.uri = os.path.abspath(base)
+        for spec, digest in entries:
+            view.tensors.add(spec=spec.to_proto(), digest=digest.to_proto())
+            view.elements += spec.elements
+        view.digest.CopyFrom(Digest.sum(Digest.from_proto(entry.digest) for entry in view.tensors).to_proto())
+
+
+@dataclass
+class Ledger:
+    """What is known of the version committed last.
+
+    Attributes:
+        views: by name, in the order in which they are published.
+        head: number, None in a run without versions.
+        step: the trainer's.
+        since: versions since the last full state.
+        patch_bytes: their patches' bytes, one form of them.
+    """
+
+    views: dict[str, HeldView]
+    head: int | None = None
+    step: int | None = None
+    since: int = 0
+    patch_bytes: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        head: manifest_pb2.VersionManifest | None,
+        schemes: Mapping[str, str],
+        lookup: Callable[[int], manifest_pb2.VersionManifest] | None = None,
+    ) -> Ledger:
+        """Of a run that is opened again.
+
+        Args:
+            schemes: of the views, by name.
+            lookup: gives older versions, to count what follows the last full state.
+        """
+        ledger = cls({name: HeldView(name, scheme) for name, scheme in schemes.items()})
+        if head is None:
+            return ledger
+        ledger._adopt(head)
+        version = head
+        while lookup is not None and version.kind == manifest_pb2.ENTRY_KIND_PATCH:
+            ledger._count(version)
+            version = lookup(version.parent)
+        return ledger
+
+    def committed(self, manifest: manifest_pb2.VersionManifest) -> None:
+        """The version becomes the head."""
+        self._count(manifest)
+        self._adopt(manifest)
+
+    def _count(self, manifest: manifest_pb2.VersionManifest) -> None:
+        if manifest.kind == manifest_pb2.ENTRY_KIND_ANCHOR:
+            self.since = self.patch_bytes = 0
+            return
+        self.since += 1
+        self.patch_bytes += sum(Entry.of(manifest, name).patch_bytes for name in self.views)
+
+    def _adopt(self, manifest: manifest_pb2.VersionManifest) -> None:
+        self.head = manifest.number
+        self.step = manifest.step if manifest.HasField("step") else None
+        for held in self.views.values():
+            view = view_of(manifest, held.name)
+            held.table = table_of(view)
+            held.digests = {entry.spec.name: Digest.from_proto(entry.digest) for entry in view.tensors}
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a full state of all views."""
+        return sum(spec.nbytes for held in self.views.values() for spec in held.table)
+
+    def manifest(
+        self, run: OpenedRun, number: int, step: int | None, metadata: Mapping[str, str], full: bool, writer: str
+    ) -> manifest_pb2.VersionManifest:
+        """A manifest without views."""
+        kind = manifest_pb2.ENTRY_KIND_ANCHOR if full else manifest_pb2.ENTRY_KIND_PATCH
+        manifest = manifest_pb2.VersionManifest(
+            format=1, run_id=run.run_id, number=number, epoch=run.epoch, kind=kind, metadata=dict(metadata),
+            writer=writer, created_unix_ms=time.time_ns() // 1_000_000, nonce=os.urandom(16),
+        )  # fmt: skip
+        if self.head is not None:
+            manifest.parent = self.head
+        if step is not None:
+            manifest.step = step
+        return manifest

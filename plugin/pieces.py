@@ -5,12 +5,14 @@ Owns the putting together. Owns no fetch and no way through the log (history.py)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
+from weight_sync.codec.frame import FrameBox
 from weight_sync.errors import CorruptionError
 from weight_sync.layout.box import Box
 from weight_sync.ports import Changes, DensePiece, Folded, ReplicaEnd
@@ -25,9 +27,9 @@ __all__ = ["assemble", "unfold"]
 
 def unfold(
     history: History, offered: Folded, manifest: manifest_pb2.VersionManifest, view: manifest_pb2.ViewManifest,
-    table: Sequence[TensorSpec],
+    table: Sequence[TensorSpec], old: Callable[[FrameBox], NDArray[Any]] | None = None,
 ) -> tuple[list[Changes], dict[str, DensePiece]]:  # fmt: skip
-    """Changes and whole tensors of an object that the end made, or chose from the store."""
+    """Changes and whole tensors of an object that the end made, or chose from the store; ``old`` for a compact one."""
     end = cast(ReplicaEnd, _Offered(offered.data))
     ref = offered.stored
     if ref is None:
@@ -39,7 +41,7 @@ def unfold(
                               expected=f"{ref.size} bytes of version {manifest.number}")  # fmt: skip
     inner = type(history)(end, history.view, history.threads)
     head = inner.head(manifest, ref)
-    changes = inner.decoded(manifest.number, [(ref, head)], None)
+    changes = inner.decoded(manifest.number, [(ref, head)], None, old)
     whole = assemble(inner.dense(manifest.number, [(ref, head)]))
     alive = set(table)
     return [item for item in changes if item.spec in alive], {k: p for k, p in whole.items() if p.spec in alive}

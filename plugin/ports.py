@@ -7,7 +7,7 @@ themselves with ``weight_sync.testing``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from weight_sync.layout.box import Box
+from weight_sync.layout.box import Box, Regions
 from weight_sync.proto.v1 import common_pb2, manifest_pb2, replica_pb2, trajectory_pb2
 from weight_sync.tensors import TensorSpec
 
@@ -24,25 +24,13 @@ if TYPE_CHECKING:
     import torch
 
     from weight_sync.codec.digest import Digest
+    from weight_sync.quantize.weights import QuantizedWeight
     from weight_sync.trajectory import TrajectoryInbox
 
 __all__ = [
-    "Changes",
-    "DensePiece",
-    "Engine",
-    "Fate",
-    "Folded",
-    "Group",
-    "OpenedRun",
-    "PauseMode",
-    "PublisherEnd",
-    "Quantizer",
-    "ReplicaEnd",
-    "ShardBytes",
-    "TrainerAdapter",
-    "Transport",
-    "Update",
-]
+    "Changes", "DensePiece", "Engine", "Fate", "Folded", "Group", "OpenedRun", "PauseMode", "PublisherEnd", "Quantizer",
+    "ReplicaEnd", "ShardBytes", "TrainerAdapter", "Transport", "Update",
+]  # fmt: skip
 
 
 # --- transport: how a version travels ------------------------------------------------------------------------------
@@ -222,10 +210,12 @@ class ReplicaEnd(Protocol):
 
     # What follows is optional: an end that inherits from this class and leaves it out does without.
 
-    def fold(self, view: str, have: int, target: int) -> Folded | None:
-        """One object that leads from version ``have`` to ``target``, for less than the patches between cost to read.
+    def fold(
+        self, view: str, have: int, target: int, compact: bool = False, regions: Regions | None = None
+    ) -> Folded | None:
+        """One object that leads from ``have`` to ``target``, for less than the patches between cost to read.
 
-        None when this end makes none, or another way is better: the reader then reads the patches or an anchor itself.
+        None: another way is better. ``compact``: the reader holds every bit of ``have``; ``regions``: what it holds, None: all.
         """
         return None
 
@@ -392,9 +382,19 @@ class TrainerAdapter(Protocol):
 
 
 class Quantizer(Protocol):
-    """From the trainer's bits to what is served, for one view."""
+    """From 16-bit weights to codes and scales. Made as ``Quantizer(quantization_config, dtype)``; docs/views.md."""
 
     scheme: str
 
-    def project(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """The served tensors of one trainer tensor."""
+    def weights(self, table: Mapping[str, TensorSpec]) -> Sequence[QuantizedWeight]:
+        """The quantised weights of a base. Raises TensorError when codes and scales do not fit each other."""
+
+    def constants(self, table: Mapping[str, TensorSpec]) -> Collection[str]:
+        """Tensors of a base that no trainer holds, such as scales of activations: served as the base has them."""
+
+    def project(
+        self, weight: QuantizedWeight, values: torch.Tensor, extrema: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> Mapping[str, torch.Tensor]:
+        """Outputs by role, (cells down, cells across) each. ``values``: (rows, columns), whole blocks of the last level;
+        zeros stand where the rank holds none. ``extrema``: per level (low, high) of its blocks, over all ranks.
+        """

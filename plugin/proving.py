@@ -13,10 +13,10 @@ from weight_sync.codec.digest import Digest, header_digest
 from weight_sync.consensus import together
 from weight_sync.errors import ForkRequiredError, TensorError
 from weight_sync.history import History
-from weight_sync.lineage import Ledger
+from weight_sync.lineage import HeldView
 from weight_sync.ports import Group
 from weight_sync.proto.v1 import report_pb2
-from weight_sync.served import HeldTensors, ServedView, learn_view
+from weight_sync.served import HeldTensors, ServedView
 from weight_sync.work import RankWork
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ def learn_proven(
     named: torch.nn.Module | Mapping[str, torch.Tensor] | HeldTensors,
     storages: Mapping[str, torch.Tensor],
     cast: bool,
-    ledger: Ledger,
+    head: int | None,
+    held: HeldView,
     work: RankWork,
     history: History,
     group: Group,
@@ -41,29 +42,29 @@ def learn_proven(
     Raises the same error on every rank: LayoutError, TensorError, VersionError, CorruptionError, ForkRequiredError.
     """
     work.view = None
-    view = learn_view(named, ledger.table, group, cast)
+    view = work.learn(named, held.table, group, cast)
     if not view.table:  # on every rank alike: the table is the group's
         raise TensorError("nothing to publish: no rank offers a tensor", field="source", found=type(named).__name__,
                           expected="a module or a mapping of names to tensors")  # fmt: skip
 
-    if group.rank == 0 and ledger.head is not None:
-        _tell_changes(ledger, view)
+    if group.rank == 0 and head is not None:
+        _tell_changes(head, held, view)
 
     def join(parts: Sequence[bytes]) -> bytes:
-        _prove(view, ledger, [report_pb2.RankReport.FromString(part) for part in parts])
+        _prove(view, held, [report_pb2.RankReport.FromString(part) for part in parts])
         return b""
 
     try:
-        together(group, lambda: work.load(view, storages, history, ledger.head, ledger.table).SerializeToString(), join)
+        together(group, lambda: work.load(view, storages, history, head, held.table).SerializeToString(), join)
     except BaseException:
         work.forget()  # it may hold pieces of which only a part was loaded
         raise
     work.view = view
 
 
-def _tell_changes(ledger: Ledger, view: ServedView) -> None:
+def _tell_changes(head: int, held: HeldView, view: ServedView) -> None:
     """Tensors may appear, vanish and change; done by mistake (a prefix, a part of the model) it must not go unseen."""
-    before, now = {spec.name: spec for spec in ledger.table}, {spec.name: spec for spec in view.table}
+    before, now = {spec.name: spec for spec in held.table}, {spec.name: spec for spec in view.table}
     changes = {
         "appear": sorted(now.keys() - before.keys()),
         "vanish": sorted(before.keys() - now.keys()),
@@ -72,10 +73,10 @@ def _tell_changes(ledger: Ledger, view: ServedView) -> None:
     told = [f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if names[3:] else ''})"
             for what, names in changes.items() if names]  # fmt: skip
     if told:
-        _LOG.warning("tensors of view %r after version %s: %s", ledger.view, ledger.head, "; ".join(told))
+        _LOG.warning("tensors of view %r after version %s: %s", held.name, head, "; ".join(told))
 
 
-def _prove(view: ServedView, ledger: Ledger, reports: Sequence[report_pb2.RankReport]) -> None:
+def _prove(view: ServedView, held: HeldView, reports: Sequence[report_pb2.RankReport]) -> None:
     """The base that the ranks loaded is the head, tensor by tensor."""
     sums: dict[str, Digest] = {}
     for report in reports:
@@ -84,7 +85,7 @@ def _prove(view: ServedView, ledger: Ledger, reports: Sequence[report_pb2.RankRe
             sums[name] = sums.get(name, Digest()) + Digest.from_proto(item.digest)
     specs = {spec.name: spec for spec in view.table}
     for name, part in sums.items():
-        found, expected = header_digest(specs[name]) + part, ledger.digests[name]
+        found, expected = header_digest(specs[name]) + part, held.digests[name]
         if found != expected:
             raise ForkRequiredError(
                 "the base that was loaded is not the run's head",

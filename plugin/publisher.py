@@ -18,10 +18,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from weight_sync import config as configuration
-from weight_sync.checkpoint import Checkpoint
 from weight_sync.codec.digest import Digest
 from weight_sync.config import Config, crash_point
 from weight_sync.consensus import together, writer_name
+from weight_sync.contract import Declaration
 from weight_sync.errors import (
     CorruptionError,
     DeadlineError,
@@ -30,20 +30,17 @@ from weight_sync.errors import (
     StoreError,
     WeightSyncError,
 )
-from weight_sync.following import recognise
 from weight_sync.group import default_group
-from weight_sync.history import History, view_of
 from weight_sync.lineage import Ledger, anchor_due
-from weight_sync.opening import base_digests, open_run, ship_base
+from weight_sync.opening import base_digests, base_manifest, open_run, ship_base
 from weight_sync.ports import Fate, Group, OpenedRun, PublisherEnd
-from weight_sync.proto.v1 import common_pb2, manifest_pb2, replica_pb2, report_pb2, trajectory_pb2
-from weight_sync.proving import learn_proven
+from weight_sync.proto.v1 import contract_pb2, manifest_pb2, replica_pb2, report_pb2, trajectory_pb2
 from weight_sync.registry import open_transport
-from weight_sync.reports import PublishReport
+from weight_sync.reports import PublishReport, publish_report
 from weight_sync.round import LEARN, Offer, Round
 from weight_sync.signing import signer
 from weight_sync.trajectory.intake import Intake
-from weight_sync.work import RankWork
+from weight_sync.views import Views
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +51,7 @@ __all__ = ["PublishReport", "Publisher"]
 
 
 class Publisher:
-    """Publishes versions of one view. Made by `Publisher.open`; a context manager.
+    """Publishes versions of one or several views. Made by `Publisher.open`; a context manager.
 
     Attributes:
         config: the keys in force.
@@ -62,12 +59,14 @@ class Publisher:
         inbox: the durable inbox on rank 0, where the key ``inbox`` names one or the transport has one; else None.
     """
 
-    def __init__(self, config: Config, end: PublisherEnd, run: OpenedRun, group: Group) -> None:
+    def __init__(
+        self, config: Config, end: PublisherEnd, run: OpenedRun, group: Group, views: Views, declared: Declaration
+    ) -> None:
         self.config, self.group = config, group
         self._end, self._run = end, run
-        self._work = RankWork(config)
+        self._views, self._declared = views, declared
         lookup = end.reader().manifest if group.rank == 0 else None  # rank 0 decides when a full state is due
-        self._ledger = Ledger.of(run.head, config.view, lookup)
+        self._ledger = Ledger.of(run.head, views.schemes, lookup)
         self._pending: concurrent.futures.Future[PublishReport] | None = None
         pool = concurrent.futures.ThreadPoolExecutor
         self._background = pool(1, thread_name_prefix="weight_sync-publish") if config.overlap else None
@@ -83,8 +82,9 @@ class Publisher:
 
     @classmethod
     def open(
-        cls, uri: str | Config, base: str | os.PathLike[str] | None = None, *, group: Group | None = None, **keys: Any
-    ) -> Publisher:
+        cls, uri: str | Config, base: str | os.PathLike[str] | None = None, *, group: Group | None = None,
+        execution: contract_pb2.ExecutionContract | None = None, **keys: Any,
+    ) -> Publisher:  # fmt: skip
         """Opens the newest run of a store, or a new one, and fences every older publisher of it.
 
         Args:
@@ -92,6 +92,7 @@ class Publisher:
             base: checkpoint that engines boot from; becomes version 0 by reference. Without one, the first publish
                 writes a full state.
             group: the ranks that publish together; default: all of torch.distributed, else this process.
+            execution: how this trainer computes; travels with every version.
             keys: any key of `Config`.
 
         Raises ConfigError, StoreError, and ForkRequiredError when ``base`` is not the base of the run.
@@ -99,12 +100,15 @@ class Publisher:
         if base is not None:
             keys["base"] = os.fspath(base)
         config = uri.replace(**keys) if isinstance(uri, Config) else configuration.load({"uri": uri, **keys})
+        declared = Declaration(config.contract, execution)
         ranks = group if group is not None else default_group(config.timeout_s)
         transport = open_transport(config)
         end = transport.publisher_end(ranks.rank, ranks.size)
         try:
+            views = Views(config)
+            views.check_end(end)
             digests = base_digests(config, transport, ranks)
-            publisher = cls(config, end, open_run(config, transport, end, ranks), ranks)
+            publisher = cls(config, end, open_run(config, transport, end, ranks), ranks, views, declared)
             publisher._start(digests)
             publisher.inbox = publisher._intake.open(config, publisher.run_id, ranks.rank)
         except BaseException:
@@ -137,15 +141,14 @@ class Publisher:
         """The trainer's step of that version; None when it was not given."""
         return self._ledger.step
 
-    def _start(self, digests: Mapping[str, Digest]) -> None:
+    def _start(self, digests: Mapping[str, Mapping[str, Digest]]) -> None:
         """The first version of a run, by reference, unless it has one."""
-        if self.config.base is None or self._ledger.head is not None:
+        if self._views.parts[0].base is None or self._ledger.head is not None:
             return
         number = int(together(self.group, bytes, lambda _: str(self._end.next_number()).encode()))
-        entries = [(spec, digests[spec.name]) for spec in Checkpoint(self.config.base).table]
-        manifest = self._ledger.base_manifest(self._run, number, self.config, entries, writer_name())
+        manifest = base_manifest(self.config, self._run, self._ledger, number, digests)
         if self.config.ship_base == "always":
-            manifest.views[0].shards.extend(ship_base(self.config, self._end, self.run_id, number, self.group))
+            ship_base(self.config, self._end, manifest, self.group)
         committed = together(self.group, bytes, lambda _: self._commit(manifest))
         self._concluded(manifest_pb2.VersionManifest.FromString(committed))
 
@@ -188,14 +191,14 @@ class Publisher:
 
     def _begin(self, offer: Offer) -> report_pb2.RoundPlan:
         """The view is what this rank offers, and its base is the head. Collective."""
-        answer = together(self.group, lambda: offer.open(self._ledger, self._work), self._plan)
+        answer = together(self.group, lambda: offer.open(self._ledger, self._views), self._plan)
         plan = report_pb2.RoundPlan.FromString(answer)
         if plan.HasField("adopted"):
             self._concluded(plan.adopted)
-            self._work.forget()
+            self._views.forget()
         if plan.learn:
-            history = History(self._end.reader(), self.config.view, self.config.threads, self.config.base)
-            learn_proven(offer.named, offer.storages, offer.cast, self._ledger, self._work, history, self.group)
+            self._views.learn(offer.named, offer.storages, offer.cast, self._ledger, self._end.reader, self.group)
+        self._views.exchange(offer.storages, self.group)
         return plan
 
     def recognise(self, source: Source) -> int | None:
@@ -208,17 +211,11 @@ class Publisher:
         self._begin(offer)
 
         def gained() -> bytes:
-            assert self._work.view is not None
-            made = self._work.prepare(self._work.view, offer.storages, self._ledger.table)
-            total = Digest.sum(part.digest for part in made.patch.sums.values())
-            return b"" if made.whole else b"=" + total.to_proto().SerializeToString()
+            return self._views.gained(self._views.prepare(offer.storages, self._ledger))
 
         def find(parts: Sequence[bytes]) -> bytes:
-            if self._ledger.head is None or not all(parts):
-                return b""
-            digest = Digest.sum([*self._ledger.digests.values(), *map(_digest, parts)])
-            found = recognise(self._end.reader(), self.config.view, digest, self._ledger.head)
-            return b"" if found is None else str(found.number).encode()
+            found = self._views.recognise(self._end.reader(), self._ledger, parts)
+            return b"" if found is None else str(found).encode()
 
         answer = together(self.group, gained, find)
         return int(answer) if answer else None
@@ -260,9 +257,8 @@ class Publisher:
             self._in_doubt = None
 
     def _prepare(self, job: Round, storages: Mapping[str, torch.Tensor]) -> None:
-        assert self._work.view is not None
         try:
-            job.made = self._work.prepare(self._work.view, storages, self._ledger.table)
+            job.made = self._views.prepare(storages, self._ledger)
             crash_point("publish:encoded")
         except Exception as error:  # told to the other ranks where they next meet
             job.why = error
@@ -275,18 +271,19 @@ class Publisher:
             answer = together(self.group, lambda: self._send(job), lambda parts: self._commit_round(job, parts))
         except BaseException:
             if job.made is not None:
-                self._work.settle(job.made, False)
+                self._views.settle(job.made, False)
             raise
         manifest = manifest_pb2.VersionManifest.FromString(answer)
         self._concluded(manifest)
         assert job.made is not None
         job.seconds["commit"] = time.perf_counter() - begun - job.seconds["send"]
         begun = time.perf_counter()
-        self._work.settle(job.made, True)
+        self._views.settle(job.made, True)
         crash_point("publish:promoted")
         job.seconds["promote"] = time.perf_counter() - begun
         job.seconds["total"] = time.perf_counter() - job.started
-        self._last = self._report(manifest, job, self._collect_if_due())
+        names = self._ledger.views
+        self._last = publish_report(manifest, names, job.seconds, job.plan.anchor_reason, self._collect_if_due())
         return self._last
 
     def _send(self, job: Round) -> bytes:
@@ -295,7 +292,7 @@ class Publisher:
         assert job.made is not None
         begun = time.perf_counter()
         full = bool(job.plan.anchor_reason)
-        report = self._work.send(self._end, self.run_id, job.plan.number, self.group.rank, job.made, full)
+        report = self._views.send(self._end, self.run_id, job.plan.number, self.group.rank, job.made, full)
         crash_point("publish:sent")
         job.seconds["send"] = time.perf_counter() - begun
         return report.SerializeToString()
@@ -305,12 +302,12 @@ class Publisher:
         assert job.made is not None
         full = bool(job.plan.anchor_reason)
         manifest = self._ledger.manifest(self._run, job.plan.number, job.step, job.metadata, full, writer_name())
-        reports = [report_pb2.RankReport.FromString(part) for part in parts]
-        self._ledger.add_view(manifest, job.made.view.table, reports)
+        self._views.add_to(manifest, self._ledger, job.made, parts)
         return self._commit(manifest)
 
     def _commit(self, manifest: manifest_pb2.VersionManifest) -> bytes:
         """On rank 0: commits, and settles the number when the store's answer is lost. Returns the manifest."""
+        self._declared.write(manifest)
         signer(self.config.signing)(manifest)
         crash_point("publish:commit")
         self._in_doubt = manifest.number
@@ -333,19 +330,6 @@ class Publisher:
         """This rank knows that the version is committed."""
         self._ledger.committed(manifest)
         self._in_doubt = None
-
-    def _report(self, manifest: manifest_pb2.VersionManifest, job: Round, collect_error: str) -> PublishReport:
-        view = view_of(manifest, self.config.view)
-        raw = common_pb2.FORM_RAW
-        return PublishReport(
-            version=manifest.number, run_id=self.run_id,
-            kind="ANCHOR" if manifest.kind == manifest_pb2.ENTRY_KIND_ANCHOR else "PATCH", step=job.step,
-            elements=view.elements, changed=view.changed,
-            patch_bytes=sum(ref.size for ref in view.shards if ref.form != raw),
-            anchor_bytes=sum(ref.size for ref in view.shards if ref.form == raw),
-            digest=Digest.from_proto(view.digest).hex(), seconds=dict(job.seconds), reason=job.plan.anchor_reason,
-            collect_error=collect_error,
-        )  # fmt: skip
 
     # --- what comes back ---
 
@@ -394,7 +378,3 @@ class Publisher:
             return
         with suppress(WeightSyncError):  # the first error is the one to see
             self.close()
-
-
-def _digest(data: bytes) -> Digest:
-    return Digest.from_proto(common_pb2.Digest.FromString(data[1:]))

@@ -6,6 +6,8 @@ A push transport's ends have these methods beside those of ``weight_sync.ports``
     PublisherEnd.offer(holding)              on every rank, before its shards of a version are stored
     ReplicaEnd.place(replica_id, view, engine)   which engine versions are written into; registers nothing yet
     ReplicaEnd.pushed(view, have, target)    has a version written; a Pushed, or None when it does not, or not this one
+and the transport itself, for an engine whose processes cannot be reached from the replica's:
+    Transport.receiver(placed)               a Receiver, made in the process where the memory is
 An engine whose memory can be written into has one of these beside those of its port:
     Engine.placed()                          a Placed; without it bits land in a copy of the table beside the engine
     Engine.receivers()                       of an engine of several processes: a Receiver for each, in order of ranks
@@ -17,7 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from weight_sync.ports import DensePiece, Engine, PublisherEnd, ReplicaEnd
+from weight_sync.errors import ConfigError, WeightSyncError
+from weight_sync.ports import DensePiece, Engine, PublisherEnd, ReplicaEnd, Transport
 
 if TYPE_CHECKING:
     import torch
@@ -25,11 +28,18 @@ if TYPE_CHECKING:
     from weight_sync.holding import Holding
     from weight_sync.layout.placement import Layout
 
-__all__ = ["LAND", "Placed", "Pushed", "Receiver", "offer", "place", "placed_of", "pushed", "receivers_of"]
+__all__ = [
+    "LAND", "LANDED", "Placed", "Pushed", "Receiver", "offer", "offers", "place", "placed_of", "pushed", "receiver_of",
+    "receivers_of",
+]  # fmt: skip
 
 LAND = "land"
 """Key of ``Update.extra``: a function without arguments, for bits that go straight into live weights. Called inside the
 fence, it lets them in and returns when all are there. There is no undo: whatever it raises, the state is in doubt."""
+
+
+LANDED = "landed"
+"""Key of ``Update.extra``: the bits lie in the receivers of the engine's own processes, and ``dense`` yields nothing."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,9 @@ class Receiver(Protocol):
     def arrived(self, timeout: float) -> None:
         """Waits for its end. Raises DeadlineError naming who has not finished."""
 
+    def abort(self, nonce: int, error: WeightSyncError) -> None:
+        """A sender of the transfer ``nonce`` has failed: `arrived` raises this. From any thread."""
+
     def pieces(self) -> Iterator[DensePiece]:
         """What has landed beside the live weights, not copied; nothing where bits go straight into them."""
 
@@ -72,11 +85,13 @@ class Pushed:
         dense: yields what has landed beside the live weights; may be called again until the next version lands.
         land: see `LAND`; then ``dense`` yields nothing. None when the bits have landed.
         reason: which way it came, for people.
+        inside: it has landed in receivers of the engine's own processes, and ``dense`` yields nothing.
     """
 
     dense: Callable[[], Iterator[DensePiece]]
     land: Callable[[], None] | None
     reason: str
+    inside: bool = False
 
 
 def offer(end: PublisherEnd, holding: Holding) -> None:
@@ -86,14 +101,19 @@ def offer(end: PublisherEnd, holding: Holding) -> None:
         method(holding)
 
 
-def place(end: ReplicaEnd, replica_id: str, view: str, engine: Engine) -> None:
+def offers(end: PublisherEnd) -> bool:
+    """True for an end that pushes what the ranks hold."""
+    return getattr(end, "offer", None) is not None
+
+
+def place(end: ReplicaEnd, replica_id: str, view: str | None, engine: Engine) -> None:
     """Tells a replica's end which engine it is for."""
     method = getattr(end, "place", None)
     if method is not None:
         method(replica_id, view, engine)
 
 
-def pushed(end: ReplicaEnd, view: str, have: int | None, target: int) -> Pushed | None:
+def pushed(end: ReplicaEnd, view: str | None, have: int | None, target: int) -> Pushed | None:
     """Version ``target`` by a push. Raises VersionExpiredError when the trainer has moved on, StoreError, DeadlineError."""
     method = getattr(end, "pushed", None)
     found: Pushed | None = None if method is None else method(view, have, target)
@@ -112,3 +132,14 @@ def receivers_of(engine: Engine) -> Sequence[Receiver]:
     method = getattr(engine, "receivers", None)
     found: Sequence[Receiver] = () if method is None else method()
     return found
+
+
+def receiver_of(transport: Transport, placed: Placed) -> Receiver:
+    """A receiver for memory of this process. Raises ConfigError when the transport writes into no memory."""
+    method = getattr(transport, "receiver", None)
+    if method is None:
+        raise ConfigError(
+            "this transport writes into no engine's memory", field="backend", found=type(transport).__name__
+        )
+    made: Receiver = method(placed)
+    return made

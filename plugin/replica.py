@@ -20,8 +20,10 @@ from types import TracebackType
 from typing import Any
 
 from weight_sync import config as configuration
+from weight_sync.canonical import held_bits
 from weight_sync.codec.digest import Digest
 from weight_sync.config import Config, crash_point
+from weight_sync.contract import ContractCheck
 from weight_sync.errors import (
     CorruptionError,
     InputError,
@@ -65,6 +67,7 @@ class Replica:
         self._end: ReplicaEnd = transport.replica_end(config.run_id)
         self._history = history_of(self._end, config, self.replica_id, engine)
         self._fence = Fence(engine, config.view, PauseMode(config.pause), config.fence_s)
+        self._contract = ContractCheck(config.contract.enforce, f"replica {self.replica_id}")
         self._run: str | None = None
         self._looked: tuple[str, int] | None = None  # run, and doubts by then, when the engine was last identified
         self._leased: tuple[str | None, int, float] = (None, -1, 0.0)
@@ -284,25 +287,29 @@ class Replica:
     def _identify(self, end: ReplicaEnd, run: str) -> None:
         """Finds out by digest which version the engine holds; once per run and doubt, since it reads all of its bits.
 
-        Raises EngineError when it holds another model than the run.
+        Raises EngineError when it holds another model than the run, ContractError when the trainer refuses how it computes.
         """
         head = end.head()
         if head is None or self._looked == (run, self._fence.doubts):
             return
         doubts = self._fence.doubts
-        table = table_of(view_of(end.manifest(head), self.config.view))
+        newest = end.manifest(head)
+        table = table_of(view_of(newest, self.config.view))
         description = self.engine.describe()
+        description.contract.CopyFrom(self._contract.present(description.contract))
         with suppress(StoreError):  # for people who look at the fleet
             end.register(self.replica_id, description, self.config.lease_ttl_s)
+        self._contract.check(newest)
         digest = Digest.from_proto(description.digest) if description.HasField("digest") else None
-        found = None if digest is None else recognise(end, self.config.view, digest, head)
+        found = None if digest is None else recognise(end, {self.config.view: digest}, head)
+        if (
+            found is None and self._fence.state != State.REPLICA_STATE_IN_DOUBT
+        ):  # in doubt it did fit, and may be half-way
+            check_fits(description, table)
         if found is not None:
             self._fence.take(found)
-        else:
-            if self._fence.state != State.REPLICA_STATE_IN_DOUBT:  # then it did fit, and may be half-way
-                check_fits(description, table)
-            if digest is not None and self._fence.served is None:
-                self._fence.shut()
+        elif digest is not None and self._fence.served is None:
+            self._fence.shut()
         self._looked = (run, doubts)
 
     # --- one move ---
@@ -314,7 +321,8 @@ class Replica:
         served, have = self._fence.served, self._have()
         with self._fence.staging():
             held = None if have is None or served is None else served.table
-            update = prepare(self._history, have, target, held)
+            update = prepare(self._history, have, target, held, held_bits(self.engine, self.config))
+            self._contract.check(update.manifest)
             seconds = {"prepare": time.perf_counter() - clock}
             clock = time.perf_counter()
             self.engine.stage(update)
@@ -344,8 +352,8 @@ class Replica:
     def _acknowledge(self, seconds: Mapping[str, float] | None = None) -> str:
         """Tells the trainer; returns why it could not be told."""
         message = replica_pb2.Acknowledgement(
-            replica_id=self.replica_id, view=self.config.view, state=self.state, error=self._last_error,  # type: ignore[arg-type]
-            sent_unix_ms=time.time_ns() // 1_000_000,
+            replica_id=self.replica_id, view=self._view_name(), state=self.state, error=self._last_error,  # type: ignore[arg-type]
+            sent_unix_ms=time.time_ns() // 1_000_000, contract=self._contract.contract,
         )  # fmt: skip
         served = self._fence.served
         if served is not None:
@@ -360,6 +368,11 @@ class Replica:
         except WeightSyncError as error:
             return str(error)
         return ""
+
+    def _view_name(self) -> str:
+        """Of the view that is served, else of the one that was asked for; "" when neither is known."""
+        served = self._fence.served
+        return self.config.view or ("" if served is None else view_of(served.manifest, None).name)
 
     def send_trajectories(self, batch: Sequence[trajectory_pb2.Trajectory]) -> list[trajectory_pb2.TrajectoryReceipt]:
         """Hands trajectories to the trainer; a receipt means that they survive a crash of this process."""

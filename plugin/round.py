@@ -13,7 +13,8 @@ from weight_sync.errors import ForkRequiredError
 from weight_sync.lineage import Ledger, check_labels, check_step
 from weight_sync.proto.v1 import report_pb2
 from weight_sync.served import named_source, storages_of, view_fingerprint
-from weight_sync.work import Prepared, RankWork
+from weight_sync.views import Views
+from weight_sync.work import Prepared
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +37,8 @@ class Offer:
     named: Any = None
     storages: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def open(self, ledger: Ledger, work: RankWork) -> bytes:
-        """The checks that need no other rank; tells whether the view has to be learnt."""
+    def open(self, ledger: Ledger, views: Views) -> bytes:
+        """The checks that need no other rank; tells whether the views have to be learnt."""
         check_labels(self.step, self.metadata)
         reason = check_step(ledger.step, self.step)
         if reason:
@@ -45,8 +46,7 @@ class Offer:
                                     do="resume the trainer from the head, or fork: true to start a new run")  # fmt: skip
         self.named = named_source(self.source)
         self.storages = storages_of(self.named)
-        known = work.view is not None and work.view.fingerprint == view_fingerprint(self.named, self.cast)
-        return _KNOWN if known else LEARN
+        return _KNOWN if views.know(view_fingerprint(self.named, self.cast)) else LEARN
 
 
 @dataclass
@@ -57,6 +57,6 @@ class Round:
     step: int | None
     metadata: dict[str, str]
     started: float
-    made: Prepared | None = None
+    made: list[Prepared] | None = None
     why: Exception | None = None
     seconds: dict[str, float] = field(default_factory=dict)

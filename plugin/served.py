@@ -28,10 +28,12 @@ from weight_sync.tensors import TensorSpec, sorted_table
 if TYPE_CHECKING:
     import torch
 
+    from weight_sync.projection import Projection
+
     Source: TypeAlias = (
         "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | HeldTensors"
     )
-    _Named: TypeAlias = "torch.nn.Module | Mapping[str, torch.Tensor] | HeldTensors"
+    Named: TypeAlias = "torch.nn.Module | Mapping[str, torch.Tensor] | HeldTensors"
 
 __all__ = ["HeldTensors", "ServedPiece", "ServedView", "learn_view", "named_source", "storages_of", "view_fingerprint"]
 
@@ -79,16 +81,18 @@ class ServedView:
         pieces: of this rank, by table order and coordinate.
         layout: all that this rank holds, owned or not.
         fingerprint: of the source that it was learnt from.
+        projection: makes what the pieces are read from; None when they are read from the trainer's own storages.
     """
 
     table: tuple[TensorSpec, ...]
     pieces: tuple[ServedPiece, ...]
     layout: Layout
     fingerprint: bytes = b""
+    projection: Projection | None = None
 
     def check(self, storages: Mapping[str, torch.Tensor]) -> None:
-        """Raises LayoutError when a storage is not what was learnt."""
-        check_storages(self.layout, storages)
+        """Raises LayoutError when a storage of the trainer is not what was learnt."""
+        check_storages(self.layout if self.projection is None else self.projection.source.layout, storages)
 
 
 def named_source(source: Source) -> torch.nn.Module | dict[str, torch.Tensor] | HeldTensors:
@@ -119,7 +123,7 @@ def named_source(source: Source) -> torch.nn.Module | dict[str, torch.Tensor] | 
     return named
 
 
-def view_fingerprint(source: _Named, cast: bool) -> bytes:
+def view_fingerprint(source: Named, cast: bool) -> bytes:
     """Changes when names, shapes, dtypes, shardings, memory order or ties do: then the view is learnt again."""
     import hashlib
 
@@ -134,13 +138,13 @@ def view_fingerprint(source: _Named, cast: bool) -> bytes:
     return hasher.digest()
 
 
-def _tensors_of(source: _Named) -> Mapping[str, torch.Tensor]:
+def _tensors_of(source: Named) -> Mapping[str, torch.Tensor]:
     if isinstance(source, HeldTensors):
         return source.tensors
     return source if isinstance(source, Mapping) else in_memory(source)
 
 
-def storages_of(source: _Named) -> dict[str, torch.Tensor]:
+def storages_of(source: Named) -> dict[str, torch.Tensor]:
     """The flat storages as they lie now. Raises TensorError for a tensor whose bits do not lie in memory as they are."""
     import torch
 
@@ -157,16 +161,18 @@ def storages_of(source: _Named) -> dict[str, torch.Tensor]:
 
 
 def learn_view(
-    source: _Named,
+    source: Named,
     base: Sequence[TensorSpec],
     group: Group,
     cast: bool,
+    floats: str = "",
 ) -> ServedView:
     """Learns what this rank publishes; a collective call of all ranks.
 
     Args:
         base: table of the version before (of the checkpoint for a model); empty when there is none.
         cast: float tensors are served in the dtype that ``base`` lists under their name (fp32 masters as bf16).
+        floats: dtype of float tensors that ``base`` does not list; "" for their own.
 
     A module must have the tensors of ``base``, under the names that its host saves; named tensors may be others.
     HeldTensors need a ``base`` and have its tensors.
@@ -181,7 +187,7 @@ def learn_view(
         raise TensorError("a module is served in the dtypes of the version before", field="cast", found=cast,
                           expected=True, do="publish its tensors by name to change dtypes")  # fmt: skip
     if isinstance(source, Mapping) or not base:
-        table = _joint_table(source, base, group, cast)
+        table = _joint_table(source, base, group, cast, floats)
     layout = _agreed_layout(source, table, group)
     owned = set(agree_on_owners(group, layout).owned)
     assert isinstance(layout, Layout)  # else agree_on_owners has raised it
@@ -195,7 +201,7 @@ def learn_view(
     return ServedView(layout.tensors, tuple(pieces), layout, view_fingerprint(source, cast))
 
 
-def _agreed_layout(source: _Named, table: Sequence[TensorSpec], group: Group) -> Layout | WeightSyncError:
+def _agreed_layout(source: Named, table: Sequence[TensorSpec], group: Group) -> Layout | WeightSyncError:
     """This rank's layout, or why it has none, for the other ranks wait to be told."""
     try:
         if isinstance(source, HeldTensors):
@@ -209,13 +215,15 @@ def _agreed_layout(source: _Named, table: Sequence[TensorSpec], group: Group) ->
         return error if isinstance(error, WeightSyncError) else LayoutError("cannot learn", found=repr(error))
 
 
-def _joint_table(source: _Named, base: Sequence[TensorSpec], group: Group, cast: bool) -> tuple[TensorSpec, ...]:
+def _joint_table(
+    source: Named, base: Sequence[TensorSpec], group: Group, cast: bool, floats: str
+) -> tuple[TensorSpec, ...]:
     """The union of what the ranks offer, with the dtypes in which it is served."""
-    data = together(group, lambda: _offered(source, base, cast), _union)
+    data = together(group, lambda: _offered(source, base, cast, floats), _union)
     return tuple(TensorSpec.from_proto(entry.spec) for entry in manifest_pb2.ViewManifest.FromString(data).tensors)
 
 
-def _offered(source: _Named, base: Sequence[TensorSpec], cast: bool) -> bytes:
+def _offered(source: Named, base: Sequence[TensorSpec], cast: bool, floats: str) -> bytes:
     known = {spec.name: spec for spec in base}
     mine = manifest_pb2.ViewManifest()
     seen: set[object] = set()
@@ -232,6 +240,8 @@ def _offered(source: _Named, base: Sequence[TensorSpec], cast: bool) -> bytes:
         before = known.get(name)
         if before is not None and cast and dtype in _FLOATS and before.dtype in _FLOATS:
             dtype = before.dtype
+        elif floats and dtype in _FLOATS:
+            dtype = floats
         shape = tuple(tensor.shape)
         if dtype_of(dtype).bits < 8:  # torch counts bytes, safetensors counts codes
             shape = (*shape[:-1], shape[-1] * (8 // dtype_of(dtype).bits))

@@ -5,7 +5,8 @@ Owns what a rank does on its own between two collective calls. Owns no order of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,21 +16,26 @@ from weight_sync.codec.diff import ChangeBuffer, diff_torch
 from weight_sync.codec.digest import digest_box
 from weight_sync.codec.patch import READ, DiffPiece, Patch, encode_patch, nonfinite
 from weight_sync.codec.shard import build_shard, identity
-from weight_sync.config import Config
+from weight_sync.config import Config, View
 from weight_sync.errors import TensorError
 from weight_sync.history import History
 from weight_sync.holding import Holding
 from weight_sync.layout.link import normal, row_major
 from weight_sync.layout.meet import meet
-from weight_sync.ports import Changes, DensePiece, PublisherEnd, Update
+from weight_sync.ports import Changes, DensePiece, Group, PublisherEnd, Update
+from weight_sync.projection import learn_projected
 from weight_sync.proto.v1 import common_pb2, report_pb2
 from weight_sync.push import offer
-from weight_sync.served import ServedPiece, ServedView, read_bits, read_torch
+from weight_sync.quantize import scheme_of
+from weight_sync.quantize.extrema import Ranges
+from weight_sync.served import ServedPiece, ServedView, learn_view, read_bits, read_torch
 from weight_sync.snapshot import Snapshot
 from weight_sync.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import torch
+
+    from weight_sync.served import Named
 
 __all__ = ["Prepared", "RankWork"]
 
@@ -61,13 +67,19 @@ class RankWork:
     """Base, diff, shards and promotion of this rank's pieces.
 
     Attributes:
+        name, base, scheme: of the view.
+        plan: how it comes from the trainer's tensors; None when a cast is all it takes.
+        ranges: extrema of the blocks that shards cut, in the round that goes on.
         snapshot: the base.
         holding: the same, for transports that read it while the trainer goes on.
         view: what was published last; None when the base has to be loaded and proven anew.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, view: View) -> None:
         self.config = config
+        self.name, self.base = view.name, view.base
+        self.scheme, self._floats, self.plan = scheme_of(view)
+        self.ranges = Ranges()
         self.snapshot = Snapshot(config.snapshot, config.snapshot_dir)
         self.holding = Holding(self.snapshot, config.rdma.patience_s)
         self.view: ServedView | None = None
@@ -85,6 +97,12 @@ class RankWork:
 
     # --- the base ---
 
+    def learn(self, named: Named, table: Sequence[TensorSpec], group: Group, cast: bool) -> ServedView:
+        """What this rank publishes; ``table``: of the head. Collective. Raises LayoutError, TensorError."""
+        if self.plan is not None:
+            return learn_projected(named, self.plan, group)
+        return learn_view(named, table, group, cast or bool(self._floats), self._floats)
+
     def load(self, view: ServedView, storages: Mapping[str, torch.Tensor], history: History, head: int | None,
              table: Iterable[TensorSpec]) -> report_pb2.RankReport:  # fmt: skip
         """Fills the snapshot's missing pieces with the bits of version ``head``; reports the digests of all, per tensor.
@@ -99,7 +117,7 @@ class RankWork:
         if head is None:
             return report
         if missing:
-            self.snapshot.allocate(missing, storages)
+            self.snapshot.allocate(missing, view.projection.sources(storages) if view.projection else storages)
             self._fill(missing, history.update(None, head))
         # pieces that were here count, too: other ranks may hold other parts of the same tensors
         numbers = {spec.name: i for i, spec in enumerate(view.table)}
@@ -141,18 +159,21 @@ class RankWork:
         """Diffs and encodes; nothing that the head needs changes."""
         known = set(table)
         view.check(storages)
-        old = [piece for piece in view.pieces if piece.spec in known]
+        if view.projection is not None:
+            storages = view.projection.storages(storages, self.ranges, self.config.threads)
+        old = _by_dtype(piece for piece in view.pieces if piece.spec in known)
         new = [piece for piece in view.pieces if piece.spec not in known]
         forms = [_FORMS[name] for name in self.config.forms]
-        patch = encode_patch([self._diff_piece(piece, storages[piece.placement.storage]) for piece in old], forms,
+        patch = encode_patch([self._diff_piece(piece, storages) for piece in old], forms,
                              self.config.threads, self.config.refuse_nonfinite)  # fmt: skip
         self.snapshot.allocate(new, storages)
         for piece in new:
             self._keep_whole(piece, storages[piece.placement.storage])
         return Prepared(view, patch, new, first=not known)
 
-    def _diff_piece(self, piece: ServedPiece, storage: torch.Tensor) -> DiffPiece:
-        base = self.snapshot.tensor(piece)
+    def _diff_piece(self, piece: ServedPiece, storages: Mapping[str, torch.Tensor]) -> DiffPiece:
+        """Storages are asked for when they are read: those of a projection are made then."""
+        base, key = self.snapshot.tensor(piece), piece.placement.storage
 
         def diff(start: int, stop: int, at: int, out: ChangeBuffer) -> int:
             seen = 0
@@ -160,7 +181,7 @@ class RankWork:
                 end = min(start + seen + READ, stop)
                 assert base is not None
                 took = diff_torch(
-                    base[start + seen : end], read_torch(piece, storage, start + seen, end), at + seen, out
+                    base[start + seen : end], read_torch(piece, storages[key], start + seen, end), at + seen, out
                 )
                 seen += took
                 if out.full:
@@ -171,7 +192,7 @@ class RankWork:
             piece.spec,
             piece.coords,
             lambda: self.snapshot.array(piece),
-            lambda start, stop: read_bits(piece, storage, start, stop),
+            lambda start, stop: read_bits(piece, storages[key], start, stop),
             None if base is None else diff,
         )
 
@@ -206,7 +227,7 @@ class RankWork:
             )
         for spec in self._empty(made.view, rank):
             report.tensors.add(tensor=numbers[spec.name], whole=True)
-        view = self.config.view
+        view = self.name
         for name in self.config.forms:
             form = _FORMS[name]
             frames = made.patch.frames.get(form, [])
@@ -269,3 +290,12 @@ class RankWork:
         elif made.promoted:
             self._move(made, self.snapshot.demote)
             made.promoted = False
+
+
+def _by_dtype(pieces: Iterable[ServedPiece]) -> list[ServedPiece]:
+    """Pieces of one dtype together, the most bytes first: frames hold one dtype, and large ones cost least per change."""
+    found = list(pieces)
+    sizes: Counter[str] = Counter()
+    for piece in found:
+        sizes[piece.spec.dtype] += piece.coords.count * piece.spec.type.width
+    return sorted(found, key=lambda piece: (-sizes[piece.spec.dtype], piece.spec.dtype))

@@ -128,6 +128,7 @@ class Proxy:
         self.cuts = 0
         self.refusing = False
         self.frozen = threading.Event()  # set: nothing moves, and nobody is told
+        self.mute = False  # nothing of the client's is passed on
         self._closed = False
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._lock = threading.Lock()
@@ -158,6 +159,9 @@ class Proxy:
                     time.sleep(0.01)
                     continue
                 for source in readable:
+                    if source is near and self.mute:
+                        time.sleep(0.001)
+                        continue
                     data = source.recv(1 << 16)
                     if not data:
                         raise OSError

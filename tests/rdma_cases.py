@@ -200,6 +200,9 @@ class Remote(Receiver):
     def arrived(self, timeout: float) -> None:
         self.call("arrived", timeout)
 
+    def abort(self, nonce: int, error: WeightSyncError) -> None:
+        """It waits for its limit."""
+
     def pieces(self) -> Iterator[DensePiece]:
         return iter(())
 

@@ -23,6 +23,7 @@ from tests.codec_cases import (
 from weight_sync.codec import intstream
 from weight_sync.codec.apply import apply_changes, changed_digest, new_bits_of, restore_changes
 from weight_sync.codec.classcount import count_known
+from weight_sync.codec.classtable import unpack_tables
 from weight_sync.codec.diff import ChangeBuffer, diff_run, diff_torch
 from weight_sync.codec.digest import Digest, digest_box
 from weight_sync.codec.frame import FrameBox, decode_frame, encode_changes, encode_frame, split
@@ -233,12 +234,24 @@ def test_hostile_payloads_with_a_right_hash_raise_typed_errors_or_decode_within_
             continue
 
 
+def bad_tables(frame):
+    """Packed tables that are cut, or of other classes, widths or counts."""
+    good = frame.header.class_tables
+    yield good[:-1]
+    yield good[:20]
+    yield bytes(32) + good[32:]
+    yield good[:32] + b"\3" + good[33:]
+    yield bytes([good[0] ^ 1]) + good[1:]
+
+
 @pytest.mark.parametrize("form", [STEP, COMPACT, ABSOLUTE])
 def test_headers_that_disagree_with_their_payload_are_format_errors(form):
     old, frame = frame_of(form)
 
     def broken(edit):
         header, specs = with_regions(frame)
+        header = unpack_tables(header)
+        header.ClearField("class_tables")
         edit(header)
         return header, specs
 
@@ -258,6 +271,7 @@ def test_headers_that_disagree_with_their_payload_are_format_errors(form):
             lambda h: h.class_counts.append(1),
             lambda h: setattr(h.class_gaps, "groups", b"\xff" * len(h.class_ids)),
             lambda h: setattr(h, "class_wide", b""),
+            *(lambda h, tables=tables: setattr(h, "class_tables", tables) for tables in bad_tables(frame)),
         ]
     else:
         edits += [

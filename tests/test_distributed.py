@@ -270,11 +270,11 @@ def fail_in_turn(say: Say, keys: Config) -> None:
         good(4)
         bad(lambda t: t.update(big=t["big"].to_local()) if mine else None)
         good(5)
-        prepare = publisher._work.prepare
+        prepare = publisher._views.prepare
         if mine:
-            publisher._work.prepare = _raise(MemoryError("no room"))  # type: ignore[method-assign]
+            publisher._views.prepare = _raise(MemoryError("no room"))  # type: ignore[method-assign]
         good(60)
-        publisher._work.prepare = prepare  # type: ignore[method-assign]
+        publisher._views.prepare = prepare  # type: ignore[method-assign]
         good(6)
         if mine:
             FilePublisherEnd.put_shard = _raise(StoreUnavailableError("gone", field="disk"))  # type: ignore[method-assign]

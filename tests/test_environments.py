@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "scripts" / "requirements"
-WITHOUT_TORCH = {"proto", "dev.nodeps", "openrlhf.nodeps"}
+WITHOUT_TORCH = {"proto", "dev.nodeps", "openrlhf.nodeps", "sglang.nodeps"}
 
 
 class Checkout:

@@ -24,7 +24,10 @@ from waiting import until
 from weight_sync import Publisher, Replica
 from weight_sync.config import Config
 from weight_sync.errors import CorruptionError, InputError, LineageError
-from weight_sync.ports import Transport
+from weight_sync.history import History, table_of
+from weight_sync.layout.box import Box
+from weight_sync.pieces import unfold
+from weight_sync.ports import Changes, Transport
 from weight_sync.proto.v1 import common_pb2, manifest_pb2, replica_pb2, service_pb2
 from weight_sync.testing import check_transport, transport_claims
 from weight_sync.transport.file import FileTransport
@@ -129,6 +132,50 @@ def test_the_object_of_one_version_is_the_stored_shard_itself(tmp_path: Path, st
         assert end.fold("default", 0, 77) is None  # not there: the reader plans, and says why
         with pytest.raises(InputError):
             end.fold("default", 2, 2)
+
+
+def test_readers_of_parts_get_their_parts_and_together_everything(tmp_path: Path, stack: ExitStack) -> None:
+    publisher, uri = hosted(stack, tmp_path, anchor_every=0, anchor_share=0)
+    for step in range(4):
+        publisher.publish(model(step), step=step)
+    with closing(GrpcTransport(client_of(uri)).replica_end()) as end:
+        manifest = end.manifest(3)
+        view = manifest.views[0]
+        table = table_of(view)
+        history = History(end, "default")
+        whole = end.fold("default", 0, 3)
+        assert whole is not None
+        wanted = {
+            (c.spec.name, int(i), int(s)) for c in unfold(history, whole, manifest, view, table)[0] for i, s in flat(c)
+        }
+        spec = next(spec for spec in table if spec.name == "model.embed.weight")
+        rows, columns = spec.shape
+        left = Box(0, (rows, 10), (columns, 1))
+        right = Box(10, (rows, columns - 10), (columns, 1))
+        rest = {other.name: [Box.run(0, other.elements)] for other in table if other is not spec and other.elements}
+        found: set[tuple[str, int, int]] = set()
+        for regions in ({spec.name: [left]}, {spec.name: [right]}, rest):
+            part = end.fold("default", 0, 3, regions=regions)
+            assert part is not None and part.stored is None and len(part.data) < len(whole.data)
+            mine = {
+                (c.spec.name, int(i), int(s))
+                for c in unfold(history, part, manifest, view, table)[0]
+                for i, s in flat(c)
+            }
+            assert mine and not mine & found
+            assert all(name in regions for name, _, _ in mine)
+            found |= mine
+        assert found == wanted
+        with pytest.raises(InputError, match="larger than its tensor"):
+            end.fold("default", 0, 3, regions={spec.name: [Box.run(0, spec.elements + 1)]})
+        with pytest.raises(InputError, match="no such tensor"):
+            end.fold("default", 0, 3, regions={"none": [Box.run(0, 1)]})
+
+
+def flat(changes: Changes) -> Iterator[tuple[int, int]]:
+    """Index in the tensor, and step."""
+    assert changes.steps is not None
+    return zip(changes.coords.indices(changes.positions).tolist(), changes.steps.tolist(), strict=True)
 
 
 def test_the_choice_of_an_object_gives_its_reason() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+import torch
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_cases import COMMON, Proxy, client_of, free_port, go_on, kill, process, served, trainer
 from loop import digest_of, holding, model
@@ -67,6 +69,57 @@ def test_a_link_that_is_down_for_longer_than_the_patience_is_an_error(tmp_path: 
     proxy.cut_after = proxy.down_bytes + (1 << 20)
     with pytest.raises(StoreUnavailableError):
         end.read(ref, 0, ref.size)
+
+
+def test_the_next_version_is_sent_without_being_asked_for_again(tmp_path: Path, stack: ExitStack) -> None:
+    server, client = served(tmp_path / "store", stack)
+    proxy = Proxy(client.uri)
+    stack.callback(proxy.close)
+    end = stack.enter_context(closing(GrpcTransport(client_of(proxy.uri)).replica_end()))
+    with Publisher.open(client, anchor_every=0, anchor_share=0) as publisher:
+        for step in (0, 1):
+            publisher.publish(model(step), step=step)
+        assert end.fold("default", 0, 1) is not None
+        waits = stack.enter_context(ThreadPoolExecutor(1))
+        heard = waits.submit(end.wait, 1, 30.0)
+        until(lambda: server.metrics.expecting == 1, "the read of version 2")
+        proxy.mute = True
+        publisher.publish(model(2), step=2)
+        assert heard.result(30) == 2
+        found = end.fold("default", 1, 2)
+        proxy.mute = False
+        shard = next(ref for ref in end.manifest(2).views[0].shards if ref.form == common_pb2.FORM_STEP)
+        assert found is not None and found.stored == shard and found.data == end.read(shard, 0, shard.size)
+
+
+@pytest.mark.parametrize("cut", [None, 3 << 20])
+def test_what_came_ahead_is_dropped_or_completed(tmp_path: Path, stack: ExitStack, cut: int | None) -> None:
+    """Another version than the one that is wanted is dropped; a link that is cut meanwhile is taken up where it broke."""
+    server, client = served(tmp_path / "store", stack)
+    proxy = Proxy(client.uri)
+    stack.callback(proxy.close)
+    end = stack.enter_context(closing(GrpcTransport(client_of(proxy.uri)).replica_end()))
+    with Publisher.open(client, anchor_every=0, anchor_share=0) as publisher:
+        big = {"w": torch.zeros(8 << 20, dtype=torch.bfloat16)}
+        for step in (0, 1):
+            big["w"][step] = 1
+            publisher.publish(big, step=step)
+        assert end.fold("default", 0, 1) is not None
+        assert end.wait(1, 0.2) is None
+        until(lambda: server.metrics.expecting == 1, "the read of version 2")
+        if cut is not None:
+            proxy.cut_after = proxy.down_bytes + cut
+        big["w"].copy_(torch.rand(8 << 20))
+        publisher.publish(big, step=2)
+        if cut is None:
+            big["w"][:9] = 3
+            publisher.publish(big, step=3)
+        newest = 2 if cut is not None else 3
+        until(lambda: end.wait(1, 5.0) == newest)
+        found = end.fold("default", 1, newest)
+        assert found is not None and proxy.cuts == (cut is not None)
+        fresh = stack.enter_context(closing(GrpcTransport(client).replica_end())).fold("default", 1, newest)
+        assert fresh is not None and found.data == fresh.data
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 from grpc_cases import COMMON, Proxy, client_of, command, free_port, kill, process, relayed, served
-from loop import digest_of, holding, model
+from loop import digest_of, holding, model, same_bits
 from trajectory_cases import make
 from waiting import until
 
 from weight_sync import Publisher, Replica
+from weight_sync.checkpoint import Checkpoint
 from weight_sync.config import Config
 from weight_sync.ports import ShardBytes
 from weight_sync.proto.v1 import common_pb2, manifest_pb2, replica_pb2
@@ -79,6 +81,57 @@ def test_a_fold_is_made_inside_the_site_from_patches_that_crossed_once(tmp_path:
         report = other.sync(min_version=4)
         assert (report.path, report.digest) == ("one object from version 0", digest_of(model(4)))
         assert server.metrics.sent_bytes - sent == stored_bytes(publisher, range(1, 5))
+
+
+def test_a_site_with_a_copy_of_the_weights_takes_the_compact_form_over_the_link(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    server, client = served(tmp_path / "store", stack)
+    publisher = stack.enter_context(Publisher.open(client, anchor_every=0, anchor_share=0, forms=["step", "compact"]))
+    publisher.publish(model(0), step=0)
+    relay, behind = relayed(client.uri, stack, cache_dir=str(tmp_path / "cache"), mirror=str(tmp_path / "copy"))
+    engines = [holding(model(0)) for _ in range(3)]
+    replicas = [stack.enter_context(Replica.open(behind, e, replica_id=f"r{k}")) for k, e in enumerate(engines)]
+    for replica in replicas:
+        replica.sync()
+    until(
+        lambda: (tmp_path / "copy").is_symlink() and Checkpoint(tmp_path / "copy").digest().hex() == digest_of(model(0))
+    )
+    sent = server.metrics.sent_bytes
+    for step in (1, 2, 3):
+        publisher.publish(model(step), step=step)
+        for replica in replicas:
+            assert replica.sync(min_version=step).path == f"one object from version {step - 1}"
+    manifests = [publisher._end.reader().manifest(n) for n in (1, 2, 3)]
+    compact = sum(r.size for m in manifests for r in m.views[0].shards if r.form == common_pb2.FORM_COMPACT)
+    assert server.metrics.sent_bytes - sent == compact
+    assert relay.metrics.far_bytes == 0, "no step form has crossed"
+    assert all(same_bits(engine, model(3)) for engine in engines)
+    assert Checkpoint(tmp_path / "copy").digest().hex() == digest_of(model(3))
+
+
+def test_a_copy_that_cannot_move_leaves_the_site_with_the_step_form(tmp_path: Path, stack: ExitStack) -> None:
+    _, publisher, _, behind = site(tmp_path, stack, mirror=str(tmp_path / "copy"))
+    engine = holding(model(0))
+    replica = stack.enter_context(Replica.open(behind, engine, replica_id="r"))
+    replica.sync()
+    until(lambda: (tmp_path / "copy").is_symlink())
+    with unwritable(tmp_path / ".copy.weight_sync"):
+        publisher.publish(model(1), step=1)
+        assert replica.sync(min_version=1).version == 1 and same_bits(engine, model(1))
+
+
+@contextlib.contextmanager
+def unwritable(folder: Path) -> Iterator[None]:
+    """A file takes the folder's place, as a disk that has gone would."""
+    away = folder.with_name("away")
+    folder.rename(away)
+    folder.write_text("")
+    try:
+        yield
+    finally:
+        folder.unlink()
+        away.rename(folder)
 
 
 def test_the_trainer_sees_a_site_as_one_replica(tmp_path: Path, stack: ExitStack) -> None:

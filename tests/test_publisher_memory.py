@@ -56,7 +56,7 @@ def measure(say: Callable[[str], None], keys: Config, density: float) -> None:
         before, peak = resident(), Peak()
         report = publisher.publish(tensors)
         assert report is not None
-        say(f"first {peak.stop() - before} 0 {publisher._work.snapshot.nbytes}")
+        say(f"first {peak.stop() - before} 0 {publisher._views.parts[0].snapshot.nbytes}")
         generator = torch.Generator().manual_seed(0)
         for tensor in tensors.values():
             flat, step = tensor.view(torch.int16).view(-1), max(1, round(1 / density))

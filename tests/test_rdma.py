@@ -21,7 +21,7 @@ pytest.importorskip("nixl_cu12")
 STEPS = 3
 
 
-@pytest.mark.parametrize(("world", "commit"), [(1, "shadow"), (2, "shadow"), (2, "direct")])
+@pytest.mark.parametrize(("world", "commit"), [(1, "shadow"), (2, "shadow"), (2, "direct"), (4, "shadow")])
 def test_fsdp_ranks_fill_tensor_parallel_engines_bit_for_bit(tmp_path: Path, world: int, commit: str) -> None:
     given = keys(free_port(), rdma={"commit": commit, "chunk_bytes": 4096, "gather_bytes": 512})
     ranks = trainers(tmp_path, given, world, STEPS, 2)

@@ -322,7 +322,7 @@ def test_a_slow_reader_does_not_hold_the_trainer_up(
         reports: list[Any] = []
         thread = threading.Thread(target=lambda: reports.append(replica.sync(min_version=0)))
         thread.start()
-        until(lambda: publisher._work.holding._readers)
+        until(lambda: publisher._views.parts[0].holding._readers)
         publisher.publish(state(1), step=1)  # waits for the reader as long as patience_s, then goes on
         slow[0] = False
         thread.join(60)

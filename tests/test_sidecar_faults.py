@@ -122,6 +122,16 @@ def test_an_engine_that_is_stopped_is_seen_and_goes_on_where_it_was(served: Scen
     served.advance()
 
 
+def test_an_answer_of_an_engine_that_stood_still_for_a_while_waits_until_it_is_known_again(tmp_path: Path) -> None:
+    with scene(tmp_path) as made, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(made.sidecar.post, {"max_tokens": 3, "delay": 1.0})
+        in_engine(made)
+        made.engine.signal(signal.SIGSTOP)
+        until(lambda: not made.sidecar.is_ready(), "not ready")
+        made.engine.signal(signal.SIGCONT)
+        assert made.check(slow.result()) == made.head, "one process made it, and it holds what it held"
+
+
 def test_an_engine_that_is_killed_inside_a_fence_takes_the_version_when_it_returns(served: Scene) -> None:
     with ThreadPoolExecutor(1) as pool:
         hangs = pool.submit(served.sidecar.post, {"hang": "soft", "max_tokens": 1})

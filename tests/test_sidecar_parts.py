@@ -609,20 +609,21 @@ def test_a_stream_that_is_cut_off_ends_in_an_error_that_openai_clients_raise() -
     [
         ({"listen": "0.0.0.0:9000"}, "listen"), ({"listen": "[::]:9000"}, "listen"), ({"listen": "9000"}, "listen"),
         ({"listen": "127.0.0.1:99999"}, "listen"), ({"listen": "unix:"}, "listen"), ({"listen": ":9000"}, "listen"),
-        ({"listen": "10.0.0.1:9000"}, "listen"), ({"engine_url": "127.0.0.1:8000"}, "engine_url"),
-        ({"engine_url": "ftp://h:1"}, "engine_url"), ({"engine_url": "http://u:p@h:1"}, "engine_url"),
-        ({"engine_url": "http://h:1/path"}, "engine_url"), ({"engine_url": "http://h:x"}, "engine_url"),
+        ({"listen": "10.0.0.1:9000"}, "listen"), ({"engine_url": ("127.0.0.1:8000",)}, "engine_url"),
+        ({"engine_url": ("ftp://h:1",)}, "engine_url"), ({"engine_url": ("http://u:p@h:1",)}, "engine_url"),
+        ({"engine_url": ("http://h:1/path",)}, "engine_url"), ({"engine_url": ("http://h:x",)}, "engine_url"),
+        ({"engine_url": ()}, "engine_url"), ({"engine_url": ("http://h:1", "http://h:1")}, "engine_url"),
         ({"tls_cert": "x"}, "tls_key"), ({"after_drain": "wait"}, "after_drain"), ({"drain_s": -1}, "drain_s"),
         ({"drain_s": float("nan")}, "drain_s"), ({"body_limit": 0}, "body_limit"), ({"watch_s": 0}, "watch_s"),
     ],
 )  # fmt: skip
 def test_an_option_that_cannot_be_used_is_named(options: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Settings(**{"engine_url": "http://127.0.0.1:1", **options})
+        Settings(**{"engine_url": ("http://127.0.0.1:1",), **options})
     assert caught.value.field == field
 
 
 def test_loopback_and_unix_sockets_need_no_permission() -> None:
     for listen in ("127.0.0.1:0", "127.9.9.9:1", "localhost:1", "[::1]:1", "unix:/tmp/x"):
-        Settings("http://127.0.0.1:1", listen)
-    assert Settings("http://127.0.0.1:1", "0.0.0.0:9000", insecure=True).address == ("0.0.0.0", 9000)
+        Settings(("http://127.0.0.1:1",), listen)
+    assert Settings(("http://127.0.0.1:1",), "0.0.0.0:9000", insecure=True).address == ("0.0.0.0", 9000)

@@ -295,7 +295,7 @@ def test_the_adapter_alone_goes_out_under_pefts_names(tmp_path: Path) -> None:
     host.attach()
     host.broadcast()
     wanted = get_peft_model_state_dict(model)
-    assert {spec.name for spec in host.publisher._ledger.table} == set(wanted)
+    assert {spec.name for spec in host.publisher._ledger.views["adapter"].table} == set(wanted)
     assert host.metrics["weight_sync/elements"] == sum(tensor.numel() for tensor in wanted.values())
     host.close()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in gather_adapter(model, {}).items())

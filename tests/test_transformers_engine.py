@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 import weight_sync
 from weight_sync.adapters.engines.gate import Gate
 from weight_sync.adapters.engines.memory import DeviceMemory, HostMemory
-from weight_sync.adapters.engines.routes import cut_changes, cut_piece, positions_in
 from weight_sync.adapters.engines.transformers import TransformersEngine
 from weight_sync.checkpoint import Checkpoint
 from weight_sync.codec.digest import Digest
+from weight_sync.cutting import cut_changes, cut_piece, positions_in
 from weight_sync.errors import DeadlineError, EngineError, EngineInDoubtError, InputError, LayoutError
 from weight_sync.layout.box import Box
 from weight_sync.ports import Changes, DensePiece, PauseMode, Update

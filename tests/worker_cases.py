@@ -172,7 +172,7 @@ class LocalControl:
         pass
 
 
-def engine_of(folder: Path, ranks: int = 1, pack: bool = False) -> tuple[RemoteEngine, LocalControl]:
+def engine_of(folder: Path, ranks: int = 1, pack: bool = False, **keys: Any) -> tuple[RemoteEngine, LocalControl]:
     """An engine that holds a checkpoint, and the control that reaches it."""
     control = LocalControl([Host(folder, rank, ranks, pack) for rank in range(ranks)])
-    return RemoteEngine(control, load({"uri": "unused", "timeout_s": 30, "fence_s": 30}), "test"), control
+    return RemoteEngine(control, load({"uri": "unused", "timeout_s": 30, "fence_s": 30, **keys}), "test"), control

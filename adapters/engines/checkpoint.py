@@ -18,6 +18,8 @@ import time
 from contextlib import suppress
 
 from weight_sync.adapters.engines.hook import Hook
+from weight_sync.canonical import Bits
+from weight_sync.checkpoint import Checkpoint
 from weight_sync.codec.digest import Digest
 from weight_sync.config import default_threads
 from weight_sync.errors import (
@@ -114,6 +116,13 @@ class CheckpointEngine:
             return self.mirror.audit() == kept.digest
         except (InputError, CorruptionError, StoreError):
             return False
+
+    def bits(self) -> Bits:
+        """Of the folder that is served, mapped."""
+        if self.mirror.current is None:
+            raise EngineError("no version is served yet", do="sync the replica first")
+        folder = Checkpoint(self.mirror.current.folder)
+        return lambda spec: folder.bits(spec.name)
 
     def stage(self, update: Update) -> None:
         """Writes the version's folder while the engine serves. Raises what `Mirror.next` does."""

@@ -18,7 +18,7 @@ from weight_sync.adapters.engines.gate import Gate
 from weight_sync.errors import EngineError, InputError
 from weight_sync.proto.v1 import common_pb2, trajectory_pb2
 
-__all__ = ["Completion", "Decoder"]
+__all__ = ["Completion", "Decoder", "Rows"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Completion:
         spans: (version, begin, end): tokens [begin, end) were sampled by this version; ascending, without gaps.
         run_id: of the versions.
         finish_reason: "stop", "length" or "abort".
+        contract_id: how the engine computes; "" when it does not say.
     """
 
     prompt: list[int]
@@ -40,6 +41,7 @@ class Completion:
     spans: list[tuple[int, int, int]]
     run_id: str
     finish_reason: str
+    contract_id: str = ""
 
     def to_trajectory(self, id: str, **fields: Any) -> trajectory_pb2.Trajectory:
         """As a message, with further fields of it: reward, group, metadata, ..."""
@@ -51,12 +53,13 @@ class Completion:
             output_token_ids=self.tokens,
             output_logprobs=self.logprobs,
             finish_reason=self.finish_reason,
+            contract_id=self.contract_id,
             **fields,
         )
 
 
 @dataclass
-class _Batch:
+class Rows:
     """Requests that advance together: rows of ``ids``, left-padded, longer by one token each step."""
 
     ids: torch.Tensor  # (rows, length)
@@ -76,7 +79,10 @@ class Decoder:
     Attributes:
         gate: stops the loop at a fence.
         version: that answers carry; None until one is announced.
+        contract_id: that answers carry: how the model computes.
     """
+
+    contract_id = ""
 
     def __init__(self, model: Any) -> None:
         self.model: Any = model.eval()
@@ -127,16 +133,41 @@ class Decoder:
                         aborted = True
                         break
                     batch.versions.append(self._announced().number)
-                    logits = self._forward(batch).float()
-                _extend(batch, logits, temperature, dice)
-        return _completions(batch, prompts, run_id, aborted)
+                    logprobs = self._log_softmax(self._forward(batch), temperature or 1.0)
+                _extend(batch, logprobs, temperature, dice)
+        return _completions(batch, prompts, run_id, aborted, self.contract_id)
+
+    def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, timeout: float = 600.0
+    ) -> list[torch.Tensor]:
+        """Per sequence (tokens - 1,) float32: the logprob of each token after those before it, by the weights of now.
+
+        All of one call are by the same weights. Raises InputError, and DeadlineError when the gate stays closed.
+        """
+        if temperature <= 0 or not sequences or any(len(tokens) < 2 for tokens in sequences):
+            raise InputError("nothing to score", field="sequences, temperature",
+                             expected="sequences of 2 or more tokens, a temperature above 0")  # fmt: skip
+        with torch.inference_mode(), self.gate.request(timeout):
+            return self._score(sequences, temperature)
+
+    def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[torch.Tensor]:
+        width = max(map(len, sequences))
+        device = next(self.model.parameters()).device
+        ids = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in sequences], device=device)
+        mask = torch.tensor([[1] * len(t) + [0] * (width - len(t)) for t in sequences], device=device)
+        logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+        found = self._log_softmax(logits, temperature).gather(-1, ids[:, 1:, None])[..., 0]
+        return [row[: len(tokens) - 1] for row, tokens in zip(found, sequences, strict=True)]
+
+    def _log_softmax(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
+        return torch.log_softmax(logits.float() / temperature, -1)
 
     def _announced(self) -> common_pb2.VersionId:
         if self.version is None:
             raise EngineError("no version is served yet", field="version", found=None, do="sync the replica first")
         return self.version
 
-    def _forward(self, batch: _Batch) -> torch.Tensor:
+    def _forward(self, batch: Rows) -> torch.Tensor:
         """(rows, vocabulary) logits of the next tokens; computes no more than the cache lacks."""
         repeats = 1
         if batch.age != self._age:
@@ -163,12 +194,12 @@ class Decoder:
         return logits
 
 
-def _batch(prompts: Sequence[Sequence[int]], samples: int, stop: Collection[int], device: torch.device) -> _Batch:
+def _batch(prompts: Sequence[Sequence[int]], samples: int, stop: Collection[int], device: torch.device) -> Rows:
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
     rows = len(prompts) * samples
-    return _Batch(
+    return Rows(
         ids.repeat_interleave(samples, 0),
         mask.repeat_interleave(samples, 0),
         samples,
@@ -177,9 +208,8 @@ def _batch(prompts: Sequence[Sequence[int]], samples: int, stop: Collection[int]
     )
 
 
-def _extend(batch: _Batch, logits: torch.Tensor, temperature: float, dice: torch.Generator | None) -> None:
+def _extend(batch: Rows, logprobs: torch.Tensor, temperature: float, dice: torch.Generator | None) -> None:
     """Samples one token per row. Rows that have ended go on with tokens that nobody reads."""
-    logprobs = torch.log_softmax(logits / temperature if temperature else logits, -1)
     if temperature:
         token = torch.multinomial(logprobs.exp(), 1, generator=dice)
     else:
@@ -190,7 +220,9 @@ def _extend(batch: _Batch, logits: torch.Tensor, temperature: float, dice: torch
     batch.ended |= torch.isin(token[:, 0], batch.stop)
 
 
-def _completions(batch: _Batch, prompts: Sequence[Sequence[int]], run_id: str, aborted: bool) -> list[Completion]:
+def _completions(
+    batch: Rows, prompts: Sequence[Sequence[int]], run_id: str, aborted: bool, contract_id: str
+) -> list[Completion]:
     steps = len(batch.logprobs)
     tokens = batch.ids[:, batch.ids.shape[1] - steps :].tolist()
     logprobs = torch.cat(batch.logprobs, -1).tolist() if steps else [[] for _ in tokens]
@@ -208,6 +240,7 @@ def _completions(batch: _Batch, prompts: Sequence[Sequence[int]], run_id: str, a
                 _spans(batch.versions[:count]),
                 run_id,
                 reason,
+                contract_id,
             )
         )
     return out

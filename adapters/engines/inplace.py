@@ -15,10 +15,12 @@ import numpy.typing as npt
 import torch
 
 from weight_sync.adapters.engines.memory import Memory, Scatter, memory_of
-from weight_sync.adapters.engines.routes import Routes, Slot, cut_changes, cut_piece, slots_of
+from weight_sync.adapters.engines.routes import Routes, Slot, slots_of
+from weight_sync.canonical import Bits
 from weight_sync.codec.apply import changed_digest, new_bits_of
 from weight_sync.codec.digest import Digest, header_digest
 from weight_sync.codec.threads import ordered_map
+from weight_sync.cutting import cut_changes, cut_piece
 from weight_sync.errors import DigestMismatchError, EngineError, EngineInDoubtError, LayoutError
 from weight_sync.layout.box import Box
 from weight_sync.layout.placement import Layout
@@ -140,6 +142,21 @@ class InPlaceStore:
         wanted = {_key(slot): slot.spec.type.width for slot in self._slots}
         memories = {key: memory_of(now[key[0]], width) for key, width in wanted.items()}
         return memories, {key: now[key].data_ptr() for key in self._layout.storages}
+
+    def bits(self) -> Bits:
+        """All elements of any tensor as they lie now; valid until the host moves its weights."""
+        memories, _ = self._resolve()
+        held: dict[str, list[Slot]] = {}
+        for slot in self._slots:
+            held.setdefault(slot.spec.name, []).append(slot)
+
+        def read(spec: TensorSpec) -> npt.NDArray[Any]:
+            out = np.empty(spec.elements, spec.type.uint)
+            for slot in held.get(spec.name, ()):
+                slot.coords.view(out)[...] = memories[_key(slot)].read(slot.place).reshape(slot.coords.sizes)
+            return out
+
+        return read
 
     def _is_widened(self, slot: Slot) -> bool:
         return self._layout.storages[slot.storage].dtype != slot.spec.dtype

@@ -1,7 +1,7 @@
-"""Where boxes of checkpoint coordinates lie in an engine's memories, and changes cut to fit there.
+"""Where boxes of checkpoint coordinates lie in an engine's memories.
 
-Owns slots (a placement in elements of the served dtype), the route from any box to slots, and re-enumerating positions.
-Owns no bits and no torch.
+Owns slots (a placement in elements of the served dtype) and the route from any box to slots. Owns no cut (weight_sync.cutting),
+no bits and no torch.
 """
 
 from __future__ import annotations
@@ -9,18 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from weight_sync.errors import LayoutError
 from weight_sync.layout.box import Box
 from weight_sync.layout.link import normal
 from weight_sync.layout.meet import meet
 from weight_sync.layout.placement import Layout, Placement
-from weight_sync.ports import Changes, DensePiece
 from weight_sync.tensors import TensorSpec
 
-__all__ = ["Routes", "Slot", "cut_changes", "cut_piece", "positions_in", "slots_of"]
+__all__ = ["Routes", "Slot", "slots_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,37 +91,3 @@ class Routes:
         for i, _, (coords, place) in meet(links, [normal((box,))]):
             slot = held[i]
             yield Slot(slot.spec, coords, slot.storage, place, slot.alias)
-
-
-def positions_in(box: Box, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-    """Which of the flat indices lie in a box of ascending coordinates, and their positions in its enumeration."""
-    rest = indices - box.offset
-    inside = rest >= 0
-    position = np.zeros_like(rest)
-    for size, stride in zip(box.sizes, box.strides, strict=True):
-        digit, rest = np.divmod(rest, stride)
-        inside &= digit < size
-        position = position * size + digit
-    inside &= rest == 0
-    return inside, position[inside]
-
-
-def cut_changes(changes: Changes, coords: Box) -> Changes:
-    """The changes that lie in ``coords``, which is a part of ``changes.coords``."""
-    if normal((changes.coords,)) == normal((coords,)):
-        return changes
-    inside, positions = positions_in(coords, changes.coords.indices(changes.positions))
-    steps = None if changes.steps is None else changes.steps[inside]
-    bits = None if changes.bits is None else changes.bits[inside]
-    return Changes(changes.spec, coords, positions.astype(np.uint32), steps, bits)
-
-
-def cut_piece(piece: DensePiece, coords: Box) -> DensePiece:
-    """The elements that lie in ``coords``, which is a part of ``piece.coords``."""
-    if normal((piece.coords,)) == normal((coords,)):
-        return piece
-    if piece.coords.is_run:
-        inner = Box(coords.offset - piece.coords.offset, coords.sizes, coords.strides)
-        return DensePiece(piece.spec, coords, inner.view(piece.bits).reshape(-1))
-    _, positions = positions_in(piece.coords, coords.indices(np.arange(coords.count)))
-    return DensePiece(piece.spec, coords, piece.bits[positions])

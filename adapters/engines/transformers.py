@@ -17,8 +17,13 @@ import torch
 
 from weight_sync.adapters.engines.decoder import Completion, Decoder
 from weight_sync.adapters.engines.inplace import InPlaceStore
+from weight_sync.adapters.engines.switches import switch_torch
+from weight_sync.adapters.engines.unified import Unified
+from weight_sync.adapters.engines.unified_decoder import UnifiedDecoder
+from weight_sync.canonical import Bits
 from weight_sync.checkpoint import Checkpoint
 from weight_sync.codec.digest import Digest
+from weight_sync.contract import contract_id, process_contract, seal
 from weight_sync.errors import EngineInDoubtError
 from weight_sync.layout.learn import learn_module
 from weight_sync.layout.storage import local_storages
@@ -46,6 +51,7 @@ class TransformersEngine:
         engine_id: str | None = None,
         threads: int = 1,
         staging_bytes: int = 4 << 30,
+        profile: str = "native",
     ) -> None:
         """
         Args:
@@ -55,8 +61,10 @@ class TransformersEngine:
             engine_id: default: host and process.
             threads: that share digests and writes.
             staging_bytes: most memory for whole tensors read ahead of a fence.
+            profile: native; deterministic, which sets torch's switches; or unified: `Unified` computes, also for a
+                trainer that trains this very model through ``engine.unified``.
 
-        Raises LayoutError when the model is not the checkpoint's.
+        Raises LayoutError when the model is not the checkpoint's, EngineError when unified does not support it.
         """
         table = Checkpoint(checkpoint).table if isinstance(checkpoint, str | Path) else tuple(checkpoint)
         self.model, self.view = model, view
@@ -68,7 +76,10 @@ class TransformersEngine:
             threads=threads,
             staging_bytes=staging_bytes,
         )
-        self._decoder = Decoder(model)
+        switch_torch(profile)
+        self.unified = Unified(model) if profile == "unified" else None
+        self._decoder = Decoder(model) if self.unified is None else UnifiedDecoder(self.unified)
+        self._decoder.contract_id = contract_id(self.contract())
 
     @property
     def version(self) -> common_pb2.VersionId | None:
@@ -78,6 +89,10 @@ class TransformersEngine:
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, **options: Any) -> list[Completion]:
         """See `Decoder.generate`. Threads may call it at the same time, and while a replica syncs."""
         return self._decoder.generate(prompts, max_new_tokens=max_new_tokens, **options)
+
+    def score(self, sequences: Sequence[Sequence[int]], **options: Any) -> list[torch.Tensor]:
+        """See `Decoder.score`."""
+        return self._decoder.score(sequences, **options)
 
     # --- the engine port ---
 
@@ -92,7 +107,7 @@ class TransformersEngine:
             tensors=[spec.to_proto() for spec in self._store.table],
             complete=True,
             forms=[common_pb2.FORM_STEP, common_pb2.FORM_ABSOLUTE],
-            contract=self._contract(transformers.__version__),
+            contract=self.contract(),
             world_size=1,
             host=socket.gethostname(),
             versions={"torch": torch.__version__, "transformers": transformers.__version__},
@@ -103,23 +118,24 @@ class TransformersEngine:
             message.ClearField("digest")
         return message
 
-    def _contract(self, library: str) -> contract_pb2.ExecutionContract:
-        config: Any = getattr(self.model, "config", None)
+    def contract(self) -> contract_pb2.ExecutionContract:
+        """How it computes, sealed."""
+        import transformers
+
         sizes: Counter[str] = Counter()
         for spec in self._store.table:
             sizes[spec.dtype] += spec.nbytes
-        return contract_pb2.ExecutionContract(
-            served_format=sizes.most_common(1)[0][0].lower() if sizes else "",
-            compute_dtype=str(next(self.model.parameters()).dtype).removeprefix("torch."),
-            attention_backend=getattr(config, "_attn_implementation", None) or "",
-            tensor_parallel=1,
-            pipeline_parallel=1,
-            expert_parallel=1,
-            data_parallel=1,
-            kernel_versions={"torch": torch.__version__},
-            engine="transformers",
-            engine_version=library,
-        )
+        known: dict[str, Any] = {"served_format": sizes.most_common(1)[0][0].lower()} if sizes else {}
+        if self.unified is not None:
+            return seal(self.unified.contract(**known))
+        return seal(process_contract(
+            self.model, **known, tensor_parallel=1, pipeline_parallel=1, expert_parallel=1, data_parallel=1,
+            engine="transformers", engine_version=transformers.__version__,
+        ))  # fmt: skip
+
+    def bits(self) -> Bits:
+        """For patches in the compact form."""
+        return self._store.bits()
 
     def placed(self) -> Placed:
         """Where its weights lie, for transports that write into them."""

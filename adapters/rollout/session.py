@@ -16,7 +16,7 @@ import httpx
 
 from weight_sync.adapters.rollout.flavours import Answer, Prompt
 from weight_sync.adapters.rollout.fleet import Seat, choose
-from weight_sync.adapters.rollout.spans import read_served, spans_of
+from weight_sync.adapters.rollout.spans import Served, read_served, spans_of
 from weight_sync.adapters.rollout.verdict import Next, judge
 from weight_sync.errors import DeadlineError, EngineError, InputError, LineageError
 from weight_sync.proto.v1 import trajectory_pb2
@@ -171,7 +171,7 @@ class Session:
                 raise EngineError("aborted before it was done")
             if served.end_run != served.run or self._client.wanted.run not in (None, served.run):
                 raise LineageError("the engine changed runs", found=f"{served.run} to {served.end_run}")
-            found = _trajectory(answer, prompt, number, seat, served.run, served.start, served.end)
+            found = _trajectory(answer, prompt, number, seat, served)
             found.spans.extend(spans_of(answer, served))
             check(found, prompt.id)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
@@ -185,15 +185,14 @@ class Session:
         return found
 
 
-def _trajectory(
-    answer: Answer, prompt: Prompt, number: int, seat: Seat, run: str, start: int, end: int
-) -> trajectory_pb2.Trajectory:
+def _trajectory(answer: Answer, prompt: Prompt, number: int, seat: Seat, served: Served) -> trajectory_pb2.Trajectory:
     """Without spans."""
     metadata: dict[str, Any] = dict(prompt.metadata)
-    if start != end:
-        metadata["weight_sync.versions"] = f"{start}..{end}"
+    if served.start != served.end:
+        metadata["weight_sync.versions"] = f"{served.start}..{served.end}"
     return trajectory_pb2.Trajectory(
-        id=f"{prompt.id}-{number}", run_id=run, prompt_token_ids=prompt.token_ids, output_token_ids=answer.tokens,
+        id=f"{prompt.id}-{number}", run_id=served.run, prompt_token_ids=prompt.token_ids, output_token_ids=answer.tokens,
         output_logprobs=answer.logprobs, finish_reason=answer.finish_reason, metadata=metadata,
         router_replay=answer.router_replay, engine_id=seat.name or seat.url, group=prompt.id,
+        contract_id=served.contract,
     )  # fmt: skip

@@ -21,12 +21,15 @@ _LABEL = re.compile(r"(?:(?P<run>.*)[^0-9A-Za-z])?(?P<number>[0-9]{1,19})", re.D
 
 @dataclass(frozen=True)
 class Served:
-    """What a sidecar says about one answer; ``end_run`` differs from ``run`` when the engine changed runs meanwhile."""
+    """What a sidecar says about one answer; ``end_run`` differs from ``run`` when the engine changed runs meanwhile.
+    ``contract`` is the id of how the engine computes, "" when it does not say.
+    """
 
     run: str
     start: int
     end: int
     end_run: str
+    contract: str = ""
 
 
 def read_served(headers: Mapping[str, str]) -> Served:
@@ -36,7 +39,8 @@ def read_served(headers: Mapping[str, str]) -> Served:
         raise EngineError("the answer does not say which version made it", field=f"{_PREFIX}run, -start, -end",
                           found=(run, start, end), expected="a run and two numbers",
                           do="put a sidecar in front of the engine: weight-sync sidecar")  # fmt: skip
-    return Served(run, int(start), int(end), headers.get(f"{_PREFIX}end-run", run))
+    contract = headers.get("x-weight-contract", "")
+    return Served(run, int(start), int(end), headers.get(f"{_PREFIX}end-run", run), contract)
 
 
 def spans_of(answer: Answer, served: Served) -> list[trajectory_pb2.VersionSpan]:

@@ -68,8 +68,9 @@ def too_late(want: Constraint | None, verdict: Verdict, now: Situation) -> Refus
 
 
 def start_headers(ticket: Ticket) -> Headers:
-    """Under which version a request was let in."""
-    return [(b"x-weight-version-run", ticket.run.encode()), (b"x-weight-version-start", b"%d" % ticket.version)]
+    """Under which version a request was let in, and how the engine computes."""
+    headers = [(b"x-weight-version-run", ticket.run.encode()), (b"x-weight-version-start", b"%d" % ticket.version)]
+    return [*headers, (b"x-weight-contract", ticket.contract.encode())] if ticket.contract else headers
 
 
 def end_headers(ticket: Ticket, now: Situation) -> Headers:

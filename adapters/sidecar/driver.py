@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weight_sync.adapters.sidecar.gate import Gate
-from weight_sync.errors import VersionError, VersionNotReadyError
+from weight_sync.errors import ContractError, VersionError, VersionNotReadyError
 from weight_sync.proto.v1 import replica_pb2
 from weight_sync.replica import Replica
 from weight_sync.reports import SyncReport
@@ -36,6 +36,7 @@ class Progress:
         error: of the last try, "" when it succeeded.
         last_error, error_unix_ms: the last one ever, and when that was; "" and 0 without one.
         commits, errors: how many versions were put in place, and how many tries failed.
+        refused: why the engine may not serve, since it does not compute as the trainer demands; "" when it may.
     """
 
     report: SyncReport | None = None
@@ -44,6 +45,7 @@ class Progress:
     error_unix_ms: int = 0
     commits: int = 0
     errors: int = 0
+    refused: str = ""
 
 
 @dataclass
@@ -131,9 +133,8 @@ class Driver(threading.Thread):
                 return False
             if self._losses != self._known_losses:
                 self._known_losses = self._losses
-                self._gate.doubt()
+                self._gate.returned()
                 self._replica.forget()
-            self._gate.down("")
             return True
 
     def _sync(self) -> tuple[bool, bool]:
@@ -146,7 +147,7 @@ class Driver(threading.Thread):
         except Exception as error:
             self._failed(error)
             return True, False
-        self.progress.error = ""
+        self.progress.error = self.progress.refused = ""
         if report.changed:
             self.progress.report = report
             self.progress.commits += "apply" in report.seconds
@@ -169,6 +170,8 @@ class Driver(threading.Thread):
         text = f"{type(error).__name__}: {error}"
         again = text == self.progress.error
         self.progress.error = self.progress.last_error = text
+        if isinstance(error, ContractError):
+            self.progress.refused = str(error)
         self.progress.error_unix_ms = time.time_ns() // 1_000_000
         self.progress.errors += 1
         if not again:

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from weight_sync.adapters.sidecar.gate import Gate
 from weight_sync.codec.digest import Digest
+from weight_sync.contract import contract_id
 from weight_sync.errors import WeightSyncError
 from weight_sync.ports import Engine, PauseMode, Update
 from weight_sync.proto.v1 import common_pb2, replica_pb2
@@ -79,7 +80,9 @@ class GatedEngine(Engine):
         self._gate.announce(version.run_id, version.number)
 
     def describe(self) -> replica_pb2.EngineDescription:
-        return self._engine.describe()
+        description = self._engine.describe()
+        self._gate.contract = contract_id(description.contract)
+        return description
 
     def stage(self, update: Update) -> None:
         self._engine.stage(update)

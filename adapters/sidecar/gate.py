@@ -25,11 +25,13 @@ class Ticket:
     Attributes:
         run, version: what was served then.
         cancel: ends the request; called from any thread.
+        contract: id of how the engine computes; "" when it does not say.
     """
 
     run: str
     version: int
     cancel: Callable[[], object]
+    contract: str = ""
 
 
 @dataclass(eq=False)
@@ -51,6 +53,7 @@ class Gate:
 
     Attributes:
         on_behind: called, from the event loop, when a request wants a version that is not served yet.
+        contract: id of how the engine computes, told when it is described; "" before.
     """
 
     def __init__(self, head_trust_s: float, fence_wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,6 +66,7 @@ class Gate:
         self._waiting: set[_Waiter] = set()
         self._head_trust_s, self._fence_wait_s, self._clock = head_trust_s, fence_wait_s, clock
         self.on_behind: Callable[[], None] = lambda: None
+        self.contract = ""
 
     # --- what is known, told by the replica's threads ---
 
@@ -78,6 +82,10 @@ class Gate:
     def doubt(self) -> None:
         """What the engine holds is not known: nothing is served until a version is announced."""
         self._change(run=None, version=None, open=False)
+
+    def returned(self) -> None:
+        """The engine answers again: as `doubt`, and those who wait for a version may wait."""
+        self._change(run=None, version=None, open=False, down="")
 
     def down(self, reason: str) -> None:
         """Nothing is let in, and those who wait are sent away, until ``reason`` is "" again."""
@@ -212,7 +220,7 @@ class Gate:
     def _ticket(self, cancel: Callable[[], object]) -> Ticket:
         run, version = self._now.run, self._now.version
         assert run is not None and version is not None
-        ticket = Ticket(run, version, cancel)
+        ticket = Ticket(run, version, cancel, self.contract)
         self._inside.add(ticket)
         return ticket
 

@@ -10,6 +10,7 @@ import asyncio
 import io
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import aiohttp
 from yarl import URL
@@ -24,6 +25,7 @@ from weight_sync.adapters.sidecar.answers import (
     start_headers,
     too_late,
 )
+from weight_sync.adapters.sidecar.balance import Balance
 from weight_sync.adapters.sidecar.constraint import Constraint, cut_constraint, read_headers
 from weight_sync.adapters.sidecar.exchange import (
     Exchange,
@@ -57,20 +59,21 @@ class Proxy:
     """An ASGI application for everything that is not the sidecar's own.
 
     Args:
-        engine_url: ``http://host:port``.
+        balance: chooses the engine that answers.
         blocked: paths that are not for clients.
         body_limit: bytes of a request's body, and of a response that is held to tell its last version in a header.
         on_broken: called when the engine cannot be reached, or breaks off.
         count: called once per request with what became of it.
+        identify_s: how long an answer waits for the end when it is not known what the engine holds.
     """
 
     def __init__(
-        self, gate: Gate, engine_url: str, blocked: Blocklist, body_limit: int, on_broken: Callable[[], None],
-        count: Callable[[str], None],
+        self, gate: Gate, balance: Balance, blocked: Blocklist, body_limit: int, on_broken: Callable[[], None],
+        count: Callable[[str], None], identify_s: float,
     ) -> None:  # fmt: skip
         self._gate, self._blocked, self._limit = gate, blocked, body_limit
-        self._base = engine_url.rstrip("/")
-        self._on_broken, self._count = on_broken, count
+        self._balance = balance
+        self._on_broken, self._count, self._identify_s = on_broken, count, identify_s
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
@@ -153,13 +156,15 @@ class Proxy:
     async def _forward(self, scope: Scope, path: bytes, body: bytes, exchange: Exchange, ticket: Ticket | None) -> None:
         assert self._session is not None
         query: bytes = scope["query_string"]
-        url = URL(f"{self._base}{path.decode()}{'?' if query else ''}{query.decode()}", encoded=True)
+        rest = f"{path.decode()}{'?' if query else ''}{query.decode()}"
         data = None if not body else body if len(body) < _LARGE else io.BytesIO(body)
+        headers = request_headers(scope["headers"])
         try:
-            async with self._session.request(
-                scope["method"], url, data=data, headers=request_headers(scope["headers"]), allow_redirects=False
-            ) as upstream:
-                await self._relay(scope["method"], upstream, exchange, ticket)
+            with self._balance.engine() as base:
+                async with self._session.request(
+                    scope["method"], URL(base + rest, encoded=True), data=data, headers=headers, allow_redirects=False
+                ) as upstream:
+                    await self._relay(scope["method"], upstream, exchange, ticket)
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
             self._on_broken()
             raise Refusal(503, "engine_unreachable", "the engine cannot be reached", 1) from error
@@ -182,9 +187,7 @@ class Proxy:
         length = upstream.content_length
         if not is_events and length is not None and length <= self._limit and method != "HEAD":
             body = await upstream.read()
-            now = self._over(ticket)
-            if now.version is None:
-                raise too_late(None, Verdict(Answer.ATTACHING, _DOUBT), now)
+            now = await self._over(ticket)
             await exchange.start(upstream.status, headers + end_headers(ticket, now))
             await exchange.finish(body)
             return
@@ -193,16 +196,24 @@ class Proxy:
         await exchange.start(upstream.status, headers, is_events)
         async for chunk in upstream.content.iter_any():
             await exchange.send_part(chunk)
-        now = self._over(ticket)
-        if now.version is None:
-            raise too_late(None, Verdict(Answer.ATTACHING, _DOUBT), now)
+        now = await self._over(ticket)
         await exchange.finish(end_of_stream(ticket, now, exchange.tail) if is_events else b"")
 
-    def _over(self, ticket: Ticket) -> Situation:
-        """The engine has nothing more to say to this request; from here on the client may be slow."""
+    async def _over(self, ticket: Ticket) -> Situation:
+        """What is served at the end; the engine has nothing more to say, and from here on the client may be slow.
+
+        An engine that was only slow to say that it lives is being identified again: that is waited for. Raises Refusal
+        when nobody can tell what it holds.
+        """
         now = self._gate.now
         self._gate.leave(ticket)
-        return now
+        if now.version is not None:
+            return now
+        again = await self._gate.enter(None, self._identify_s, ticket.cancel)
+        if not isinstance(again, Ticket):
+            raise too_late(None, Verdict(Answer.ATTACHING, _DOUBT), now)
+        self._gate.leave(again)
+        return replace(now, run=again.run, version=again.version)
 
 
 async def _end_at_disconnect(receive: Receive, exchange: Exchange) -> None:

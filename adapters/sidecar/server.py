@@ -21,9 +21,11 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from weight_sync.adapters.sidecar.app import App
+from weight_sync.adapters.sidecar.balance import Balance
 from weight_sync.adapters.sidecar.driver import Driver
 from weight_sync.adapters.sidecar.engine import GatedEngine, ServedEngine
 from weight_sync.adapters.sidecar.gate import Gate
+from weight_sync.adapters.sidecar.group import EngineGroup
 from weight_sync.adapters.sidecar.paths import Blocklist
 from weight_sync.adapters.sidecar.proxy import Proxy
 from weight_sync.adapters.sidecar.settings import Settings
@@ -74,8 +76,8 @@ def serve(
         driver.listeners.error.append(on_error)
         watchdog, heads = Watchdog(engine, driver, settings), HeadWatch(config, driver, gate)
         proxy = Proxy(
-            gate, settings.engine_url, Blocklist(engine.control_routes), settings.body_limit, watchdog.look_now,
-            status.count,
+            gate, Balance(settings.engine_url), Blocklist(engine.control_routes), settings.body_limit, watchdog.look_now,
+            status.count, settings.wait_s,
         )  # fmt: skip
         server = _Server(_uvicorn_config(App(proxy, status, driver.wake), settings), gate)
         listening = stack.enter_context(_listening(settings))
@@ -96,8 +98,8 @@ def _engine(engine_class: Callable[[str, Config], Any], settings: Settings, conf
         raise ConfigError("this engine answers no HTTP requests", field="engine",
                           found=getattr(engine_class, "__name__", engine_class),
                           expected="an engine with control_routes and alive()")  # fmt: skip
-    engine: ServedEngine = engine_class(settings.engine_url, config)
-    return engine
+    members: dict[str, ServedEngine] = {url: engine_class(url, config) for url in settings.engine_url}
+    return EngineGroup(members) if len(members) > 1 else next(iter(members.values()))
 
 
 def _stop(driver: Driver, timeout: float) -> None:

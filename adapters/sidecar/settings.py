@@ -24,7 +24,7 @@ class Settings:
     """Options of one sidecar. Sizes in bytes, times in seconds.
 
     Attributes:
-        engine_url: of the engine, ``http://host:port``.
+        engine_url: of the engine, ``http://host:port``; several make a group that serves one version.
         listen: where clients connect: ``host:port`` or ``unix:path``; port 0 takes a free one.
         insecure: listen on other than loopback addresses, too; there is no authentication.
         tls_cert, tls_key: PEM files; both or none.
@@ -37,7 +37,7 @@ class Settings:
         stop_s: longest wait for requests, and then for a fence, at the end.
     """
 
-    engine_url: str
+    engine_url: tuple[str, ...]
     listen: str = "127.0.0.1:9000"
     insecure: bool = False
     tls_cert: str | None = None
@@ -48,7 +48,7 @@ class Settings:
     body_limit: int = 64 << 20
     head_trust_s: float = 30.0
     watch_s: float = 1.0
-    watch_timeout_s: float = 5.0
+    watch_timeout_s: float = 15.0
     stop_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -66,22 +66,16 @@ class Settings:
         if (self.tls_cert is None) != (self.tls_key is None):
             missing = "tls_cert" if self.tls_cert is None else "tls_key"
             raise ConfigError("one without the other", field=missing, do="give both tls_cert and tls_key, or none")
-        self._check_engine_url()
+        if not self.engine_url or len(set(self.engine_url)) < len(self.engine_url):
+            raise ConfigError("not a group of engines", field="engine_url", found=list(self.engine_url),
+                              expected="one URL or several different ones")  # fmt: skip
+        for url in self.engine_url:
+            _address_of(url)
         address = self.address
         if isinstance(address, tuple) and not self.insecure and not _is_loopback(address[0]):
             raise ConfigError("not a loopback address, and there is no authentication", field="listen",
                               found=self.listen, expected="127.0.0.1:PORT or unix:PATH",
                               do="listen on loopback, or give --insecure where only friends can connect")  # fmt: skip
-
-    def _check_engine_url(self) -> None:
-        shape = "http://host:port"
-        try:
-            url = urlsplit(self.engine_url)
-            usable = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-        except ValueError as error:
-            raise ConfigError("not a URL", field="engine_url", found=str(error), expected=shape) from error
-        if not usable or url.username is not None or url.query or url.fragment or url.path.strip("/"):
-            raise ConfigError("not the URL of an engine", field="engine_url", found=self.engine_url, expected=shape)
 
     @property
     def fallback(self) -> PauseMode:
@@ -89,11 +83,9 @@ class Settings:
         return PauseMode(self.after_drain)
 
     @property
-    def engine_address(self) -> tuple[str, int]:
-        """Host and port of the engine."""
-        url = urlsplit(self.engine_url)
-        assert url.hostname is not None
-        return url.hostname, url.port or (443 if url.scheme == "https" else 80)
+    def engine_addresses(self) -> list[tuple[str, int]]:
+        """Host and port of each engine."""
+        return [_address_of(url) for url in self.engine_url]
 
     @property
     def address(self) -> tuple[str, int] | str:
@@ -107,6 +99,19 @@ class Settings:
         if match is None or int(match[3]) > 65535:
             raise ConfigError("not an address", field="listen", found=self.listen, expected=_LISTEN)
         return match[1] or match[2], int(match[3])
+
+
+def _address_of(text: str) -> tuple[str, int]:
+    """Host and port of an engine. Raises ConfigError."""
+    shape = "http://host:port"
+    try:
+        url = urlsplit(text)
+        usable = url.scheme in ("http", "https") and url.port != 0
+    except ValueError as error:
+        raise ConfigError("not a URL", field="engine_url", found=str(error), expected=shape) from error
+    if not usable or not url.hostname or url.username is not None or url.query or url.fragment or url.path.strip("/"):
+        raise ConfigError("not the URL of an engine", field="engine_url", found=text, expected=shape)
+    return url.hostname, url.port or (443 if url.scheme == "https" else 80)
 
 
 def _is_loopback(host: str) -> bool:

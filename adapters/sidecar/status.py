@@ -74,7 +74,8 @@ class Status:
     def not_ready(self) -> str:
         """Why no verified version is served, "" when one is. Inside a fence the one before still counts."""
         now = self._gate.now
-        return now.down or ("" if now.version is not None else "no version is served yet")
+        missing = "" if now.version is not None else "no version is served yet"
+        return now.down or self._driver.progress.refused or missing
 
     def document(self) -> dict[str, Any]:
         """The status; keys may be added."""
@@ -95,6 +96,7 @@ class Status:
             "open": now.open,
             "digest": report.digest if report is not None and current else None,
             "replica_id": replica.replica_id,
+            "contract": self._gate.contract,
             "error": progress.error,
             "last_error": progress.last_error,
             "last_error_unix_ms": progress.error_unix_ms,

@@ -55,8 +55,8 @@ class Watchdog(_Watch):
         self._up: bool | None = None
         self._bell, self._ring = socket.socketpair()
         self._ring.setblocking(False)
-        self._tether: socket.socket | None = None
-        self._tethers_left = 0 if settings.engine_url.startswith("https") else _TETHERS
+        self._tethers: list[socket.socket] = []  # to every engine, or none
+        self._tethers_left = 0 if any(url.startswith("https") for url in settings.engine_url) else _TETHERS
 
     def look_now(self) -> None:
         """There is reason to believe that the engine is gone."""
@@ -96,29 +96,36 @@ class Watchdog(_Watch):
 
     def _wait(self) -> bool:
         """Until the next look is due. Returns whether the tether broke."""
-        if self._up and self._tether is None and self._tethers_left:
+        if self._up and not self._tethers and self._tethers_left:
             self._tie()
-        watched = [self._bell] if self._tether is None else [self._bell, self._tether]
-        readable, _, _ = select.select(watched, [], [], self._settings.watch_s)
+        readable, _, _ = select.select([self._bell, *self._tethers], [], [], self._settings.watch_s)
         if self._bell in readable:
             self._bell.recv(4096)
-        if self._tether is None or self._tether not in readable:
-            return False
-        with suppress(OSError):  # a reset says what an end says
-            if self._tether.recv(1):
-                return False
-        self._cut()
-        return True
+        broken = [tether for tether in self._tethers if tether in readable and _is_over(tether)]
+        if broken:
+            self._cut()
+        return bool(broken)
 
     def _tie(self) -> None:
         self._tethers_left -= 1
-        with suppress(OSError):  # the next look tells why
-            self._tether = socket.create_connection(self._settings.engine_address, self._settings.watch_timeout_s)
+        try:
+            for address in self._settings.engine_addresses:
+                self._tethers.append(socket.create_connection(address, self._settings.watch_timeout_s))
+        except OSError:  # the next look tells why
+            self._cut()
 
     def _cut(self) -> None:
-        if self._tether is not None:
-            self._tether.close()
-            self._tether = None
+        for tether in self._tethers:
+            tether.close()
+        self._tethers.clear()
+
+
+def _is_over(tether: socket.socket) -> bool:
+    """Whether the other side closed a connection that is readable."""
+    try:
+        return not tether.recv(1)
+    except OSError:  # a reset says what an end says
+        return True
 
 
 class HeadWatch(_Watch):

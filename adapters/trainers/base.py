@@ -15,20 +15,23 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from weight_sync.adapters.engines.switches import switch_torch
 from weight_sync.adapters.trainers.metrics import PREFIX, fleet_metrics, publish_metrics
 from weight_sync.config import Config
 from weight_sync.consensus import together
-from weight_sync.errors import ForkRequiredError, LineageError, WeightSyncError
+from weight_sync.contract import MismatchMonitor, process_contract
+from weight_sync.errors import ConfigError, ForkRequiredError, LineageError, WeightSyncError
 from weight_sync.ports import Group
+from weight_sync.proto.v1 import contract_pb2
 from weight_sync.publisher import Publisher
 from weight_sync.reports import PublishReport
 
 if TYPE_CHECKING:
     from weight_sync.served import Source
 
-__all__ = ["SHARD", "TrainerHost", "must_stop"]
+__all__ = ["SHARD", "TrainerHost", "check_profile", "must_stop"]
 
 SHARD = "shard"
 _LISTED = 20  # tensors that a log line names
@@ -45,6 +48,14 @@ def must_stop(error: WeightSyncError, attached: bool) -> str:
     return "" if attached else "the first sync failed"
 
 
+def check_profile(profile: str) -> None:
+    """Raises ConfigError for a profile that a host with a forward pass of its own cannot have."""
+    if profile == "unified":
+        raise ConfigError("this host computes by its own model code, not by the engine's", field="contract.profile",
+                          found=profile, expected="native or deterministic",
+                          do="train through weight_sync.adapters.engines.unified.Unified")  # fmt: skip
+
+
 class TrainerHost(ABC):
     """One rank of a host's training job; implements ``weight_sync.ports.TrainerAdapter``.
 
@@ -54,12 +65,16 @@ class TrainerHost(ABC):
 
     Attributes:
         paths: by name of a served tensor, how this rank came by it; filled by `source`. `SHARD` is where it lies.
+        monitor: of rollout logprobs against the trainer's own; what it is shown is part of the metrics of the next sync.
     """
 
     host = "trainer"
 
     def __init__(self, config: Config, group: Group) -> None:
+        check_profile(config.contract.profile)
+        switch_torch(config.contract.profile)
         self.config = config
+        self.monitor = MismatchMonitor(config.contract.bound, config.contract.outlier)
         self.paths: dict[str, str] = {}
         self.log = logging.getLogger(f"weight_sync.{self.host}")
         self._group = group
@@ -79,13 +94,22 @@ class TrainerHost(ABC):
         """The ranks that publish together."""
         return self._group
 
+    def execution(self) -> dict[str, Any]:
+        """Fields of the contract that this host knows of itself, by name; ``model`` is a module to ask for the rest."""
+        return {}
+
+    def contract(self) -> contract_pb2.ExecutionContract:
+        """How this trainer computes; travels with every version."""
+        known = {name: value for name, value in self.execution().items() if value not in (None, "")}
+        return process_contract(**{"engine": self.host, **known})
+
     # --- what host adapters call ---
 
     @property
     def publisher(self) -> Publisher:
         """Opened at the first use, by all ranks together. Raises as `Publisher.open`."""
         if self._publisher is None:
-            self._publisher = Publisher.open(self.config, group=self._group)
+            self._publisher = Publisher.open(self.config, group=self._group, execution=self.contract())
             self.log.info("publishing run %s to %s", self._publisher.run_id, self.config.uri)
         return self._publisher
 
@@ -122,7 +146,7 @@ class TrainerHost(ABC):
         }
         if self._last is not None:
             out |= publish_metrics(self._last)
-        return out | fleet | self._waited
+        return out | fleet | self._waited | self.monitor.metrics()
 
     def settle(self) -> bool:
         """Waits for the version in flight; False when it failed, which is logged and counted."""

@@ -1,32 +1,17 @@
 """A trainer, a vLLM server and the sidecar: the server answers while its weights change under it.
 
-Owns the processes and what is printed. Owns no training: steps are random, of the size of an optimizer's.
+Owns the server's command line; ../following.py does the rest.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors.torch import load_file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from following import BIN, arguments, follow
 
-from weight_sync import Publisher
-
-BIN = Path(sys.executable).parent
-START_S = 600.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -36,109 +21,16 @@ ENVIRONMENT = {
 CPU_ONLY = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def tiny_model(folder: Path) -> Path:
-    """A random Qwen3 of half a million elements, and a tokenizer of bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    signs = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    inner = Tokenizer(models.BPE({sign: place for place, sign in enumerate(signs)}, []))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|end|>").save_pretrained(folder)
-    config = Qwen3Config(
-        vocab_size=len(signs), hidden_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, intermediate_size=256, max_position_embeddings=512, initializer_range=0.08,
-        tie_word_embeddings=False, eos_token_id=0, bos_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def running(name: str, command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a session of its own, its output in a file; the whole session ends with the block."""
-    with (folder / f"{name}.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, start_new_session=True,
-                                   env={**CPU_ONLY, **ENVIRONMENT, **os.environ})  # fmt: skip
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Until the URL answers with 200."""
-    end = time.monotonic() + START_S
-    while True:
-        try:
-            urllib.request.urlopen(url, timeout=10).close()
-            return
-        except OSError as error:
-            if process.poll() is not None or time.monotonic() > end:
-                sys.exit(f"{url} does not answer ({error}); {log} says:\n{log.read_text(errors='replace')[-3000:]}")
-            time.sleep(0.2)
-
-
-def ask(url: str, prompt: str, at_least: int) -> tuple[str, Any, int]:
-    """An ordinary OpenAI request, under ``at_least`` or a later version; its text, and the versions on the answer."""
-    body = json.dumps({"model": "policy", "prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 1}).encode()
-    headers = {"Content-Type": "application/json", "X-Weight-Version-Min": str(at_least), "X-Weight-Version-Wait": "60"}
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, headers), timeout=120) as answer:
-        choice = json.load(answer)["choices"][0]
-        return choice["text"], choice["logprobs"]["token_logprobs"][0], int(answer.headers["X-Weight-Version-Start"])
-
-
-def step(state: dict[str, torch.Tensor], dice: torch.Generator) -> None:
-    """Moves about 2 % of all elements by one ulp."""
-    for tensor in state.values():
-        tensor.view(torch.int16).bitwise_xor_((torch.rand(tensor.shape, generator=dice) < 0.02).to(torch.int16))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", type=Path, help="a bf16 checkpoint; default: a tiny random one")
-    parser.add_argument("--versions", type=int, default=5)
-    parser.add_argument("--packed", action="store_true", help="leave it to vLLM how CPU weights lie in memory")
-    given = parser.parse_args()
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = (given.model or tiny_model(folder / "model")).resolve()
-        engine, front = f"http://127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-        serve = [str(BIN / "vllm"), "serve", str(model), "--port", engine.rpartition(":")[2], "--host", "127.0.0.1",
-                 "--served-model-name", "policy", "--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "8",
-                 "--enforce-eager", "--weight-transfer-config", '{"backend": "weight_sync"}']  # fmt: skip
-        if not given.packed:
-            serve += ["--additional-config", '{"weight_sync": {"in_place": true}}']
-        print("starting vLLM; this takes about a minute", flush=True)
-        server = stack.enter_context(running("vllm", serve, folder))
-        state, dice = load_file(model / "model.safetensors"), torch.Generator().manual_seed(0)
-        publisher = stack.enter_context(Publisher.open(str(folder / "run"), base=str(model)))
-        wait_for(f"{engine}/health", server, folder / "vllm.log")
-        follow = [str(BIN / "weight-sync"), "sidecar", "--engine", "vllm", "--engine-url", engine,
-                  "--from", str(folder / "run"), "--listen", front]  # fmt: skip
-        sidecar = stack.enter_context(running("sidecar", follow, folder))
-        wait_for(f"http://{front}/readyz", sidecar, folder / "sidecar.log")
-        for _ in range(given.versions):
-            step(state, dice)
-            report = publisher.publish(state)
-            text, logprob, version = ask(f"http://{front}", "weights go out, ", report.version)
-            with urllib.request.urlopen(f"http://{front}/weight_sync/status", timeout=10) as status:
-                seconds = json.load(status)["seconds"]
-            print(f"version {version}: {report.changed:,} changes in {report.patch_bytes:,} bytes, "
-                  f"pause {1e3 * seconds['pause']:.0f} ms; {text!r}, first logprob {logprob:.4f}", flush=True)  # fmt: skip
-    print("done")
+def command(model: Path, port: int, packed: bool) -> list[str]:
+    """Starts vLLM."""
+    serve = [str(BIN / "vllm"), "serve", str(model), "--port", str(port), "--host", "127.0.0.1",
+             "--served-model-name", "policy", "--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "8",
+             "--enforce-eager", "--weight-transfer-config", '{"backend": "weight_sync"}']  # fmt: skip
+    return serve if packed else [*serve, "--additional-config", '{"weight_sync": {"in_place": true}}']
 
 
 if __name__ == "__main__":
-    main()
+    parser = arguments(__doc__)
+    parser.add_argument("--packed", action="store_true", help="leave it to vLLM how CPU weights lie in memory")
+    given = parser.parse_args()
+    follow("vllm", partial(command, packed=given.packed), {**CPU_ONLY, **ENVIRONMENT}, given)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weight_sync.bench import fp4
 from weight_sync.dtypes import dtype_of
 from weight_sync.errors import InputError
 from weight_sync.tensors import TensorSpec
@@ -51,9 +52,10 @@ class Format:
         mantissa_bits, min_exponent: one ulp of a normal number x is 2^(floor(log2 |x|) - mantissa_bits), of any smaller
             than 2^min_exponent that of 2^min_exponent.
         master: dtype of the master weights.
-        std: of the weights. For fp8 in units of the scale: a block of 128 x 128 whose largest element is the largest
-            number of the format.
+        std: of the weights. For fp8 and mxfp4 in units of the scale: a block of 128 x 128, a group of 32, whose largest
+            element is the largest number of the format.
         largest: finite number.
+        codes: in one element; two of mxfp4's in a byte.
     """
 
     dtype: str
@@ -62,6 +64,7 @@ class Format:
     master: type[np.floating[Any]] = np.float32
     std: float = 0.02
     largest: float = np.inf
+    codes: int = 1
 
 
 FORMATS = {
@@ -69,6 +72,7 @@ FORMATS = {
     "fp16": Format("F16", 10, -14),
     "fp32": Format("F32", 23, -126, np.float64),
     "fp8": Format("F8_E4M3", 3, -6, std=109.0, largest=448.0),
+    "mxfp4": Format("U8", 1, 0, std=2.2, largest=6.0, codes=2),
 }
 
 
@@ -139,7 +143,7 @@ def standard(format: str, density: float, elements: int = STANDARD_ELEMENTS) -> 
     tensors: list[TracedTensor] = []
     for k in range(-(-elements // size)):
         master, update = _draw(form, k, size)
-        spec = TensorSpec(f"model.layers.{k}.weight", form.dtype, _matrix(size))
+        spec = TensorSpec(f"model.layers.{k}.weight", form.dtype, _matrix(size), 4 if form.codes == 2 else 0)
         tensors.append(TracedTensor(spec, _serve(form, master), _serve(form, master + form.master(rate) * update)))
     return Trace(f"standard-{100 * density:g}pct", format, tuple(tensors))
 
@@ -152,6 +156,7 @@ def _matrix(size: int) -> tuple[int, int]:
 def _draw(form: Format, chunk: int, size: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Masters, and updates per unit of ``lr``."""
     dice = np.random.default_rng([_SEED, chunk])
+    size *= form.codes
     weights = dice.standard_normal(size, np.float32) * np.float32(form.std)
     served = _values(form, _serve(form, weights.astype(form.master)))
     normal = np.maximum(np.abs(served), form.master(2.0**form.min_exponent))
@@ -166,6 +171,8 @@ def _serve(form: Format, master: npt.NDArray[Any]) -> npt.NDArray[Any]:
     import torch
 
     kept = np.clip(master, -form.largest, form.largest) if np.isfinite(form.largest) else master
+    if form.codes == 2:
+        return fp4.pack(torch.from_numpy(kept).reshape(1, -1)).ravel()
     dtype = dtype_of(form.dtype)
     cast = torch.from_numpy(kept).to(dtype.torch)
     return cast.view(torch.uint8).numpy().view(dtype.uint)
@@ -174,6 +181,8 @@ def _serve(form: Format, master: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def _values(form: Format, bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
     import torch
 
+    if form.codes == 2:
+        return fp4.unpack(bits)
     dtype = dtype_of(form.dtype)
     values = torch.from_numpy(bits.view(np.uint8)).view(dtype.torch)
     return values.to(torch.float64 if form.master is np.float64 else torch.float32).numpy()

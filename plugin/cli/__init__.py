@@ -17,10 +17,12 @@ from typer.core import TyperGroup
 
 from weight_sync.cli import (
     config,
+    contract,
     diff,
     doctor,
     fold,
     follow,
+    forecast,
     gc,
     inspect,
     log,
@@ -31,6 +33,7 @@ from weight_sync.cli import (
     sidecar,
     status,
     verify,
+    warm,
 )
 from weight_sync.cli.failure import FAILED, INTERRUPTED, USAGE, describe, exit_code
 from weight_sync.cli.options import command, help_text
@@ -113,8 +116,12 @@ def _top(
 for function in (
     publish.publish, follow.follow, sidecar.sidecar, serve.serve, serve.relay, status.status, materialize.materialize,
     inspect.inspect, log.log, diff.diff, verify.verify, fold.fold, gc.gc, plan.plan, config.config, doctor.doctor,
+    forecast.forecast, warm.warm,
 ):  # fmt: skip
     app.command()(command(function))
+
+
+app.add_typer(contract.app, name="contract")
 
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

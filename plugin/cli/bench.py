@@ -38,7 +38,9 @@ def codec(
     trace: Annotated[
         list[Path] | None, typer.Option(help="Recorded trace (.npz); may be repeated. Default: this checkout's own.")
     ] = None,
-    formats: Annotated[str, typer.Option(help="Of the standard traces: bf16, fp16, fp32, fp8.")] = "bf16",
+    formats: Annotated[
+        str, typer.Option(help="bf16, fp16, fp32, fp8, mxfp4; recorded traces are bf16, and quantised to the last two.")
+    ] = "bf16",
     encodings: Annotated[str, typer.Option(help="step, compact, absolute.")] = "step,compact,absolute",
     threads: Threads = 1,
     rounds: Rounds = 5,
@@ -49,19 +51,22 @@ def codec(
     """Sizes and speed of patches against XOR + zstd-1 + xxh3, on standard and recorded traces."""
     from weight_sync.bench import traces
     from weight_sync.bench.codec import ENCODINGS, bench_codec
+    from weight_sync.bench.quantised import QUANTISED, quantised
 
-    chosen = _words("formats", formats, traces.FORMATS) if standard else []
+    chosen = _words("formats", formats, traces.FORMATS)
     forms = _words("encodings", encodings, ENCODINGS)
     paths = (trace or [path for path in [traces.find_recorded()] if path is not None]) if recorded else []
 
     def each() -> Iterator[Trace]:
-        for name in chosen:
+        for name in chosen if standard else ():
             for density in traces.DENSITIES:
                 yield traces.standard(name, density, elements or traces.STANDARD_ELEMENTS)
         for path in paths:
-            yield from traces.recorded(path)
+            for found in traces.recorded(path):
+                yield from ([found] if "bf16" in chosen else [])
+                yield from (quantised(found, name) for name in chosen if name in QUANTISED)
 
-    rows = [row for one in each() for row in bench_codec(one, forms, threads, rounds)]
+    rows = [row for one in each() if one.changed for row in bench_codec(one, forms, threads, rounds)]
     _print(Output(json_), rows, _codec_table)
 
 

@@ -47,9 +47,10 @@ def fold(
         history = history_of(end, config, update)
         chain = patches_between(history, start, stop)
         manifest = history.manifest(stop)
-        changes, whole = history.fold(chain, table_of(view_of(manifest, config.view)))
+        view = view_of(manifest, config.view)
+        changes, whole = history.fold(chain, table_of(view))
         step = common_pb2.FORM_STEP
-        shard = build_shard(f"fold-{config.view}", identity(manifest.run_id, stop, 0, config.view, step),
+        shard = build_shard(f"fold-{view.name}", identity(manifest.run_id, stop, 0, view.name, step),
                             list(encode_changes(changes)), list(whole.values()))  # fmt: skip
         stored = sum(_patch_bytes(history, number) for number in chain)
     if out is not None:
@@ -59,6 +60,7 @@ def fold(
         "run_id": manifest.run_id,
         "from": start,
         "to": stop,
+        "view": view.name,
         "versions": chain,
         "changed": changed,
         "whole_tensors": sorted(whole),

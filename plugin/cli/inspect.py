@@ -120,7 +120,9 @@ def _base(versions: list[manifest_pb2.VersionManifest]) -> dict[str, Any] | None
     """Where the run's base is, when an anchor names one."""
     for entry in versions:
         if entry.HasField("base"):
-            return {"uri": entry.base.uri, "hf_id": entry.base.hf_id, "hf_revision": entry.base.hf_revision}
+            base = {"uri": entry.base.uri, "hf_id": entry.base.hf_id, "hf_revision": entry.base.hf_revision}
+            own = {view.name: view.base.uri for view in entry.views if view.HasField("base")}
+            return base | ({"views": own} if own else {})
     return None
 
 

@@ -59,6 +59,8 @@ def publish(
     from weight_sync.publisher import Publisher
 
     config = common.config(to).replace(overlap=False)
+    if not config.views and config.scheme is None:  # a folder that is quantised is published as it is
+        config = config.replace(scheme="cast")
     steps = _steps(len(checkpoints), step)
     opened = [Checkpoint(path) for path in checkpoints]  # what is no checkpoint is refused before anything is written
     if config.base is None and _is_new(config):
@@ -147,13 +149,13 @@ def _base_row(publisher: Publisher, checkpoint: Checkpoint) -> dict[str, Any]:
     number = publisher.version
     assert number is not None  # the caller has looked
     with reader(publisher.config.replace(run_id=publisher.run_id)) as end:
-        row = version_row(end.manifest(number), publisher.config.view)
+        row = version_row(end.manifest(number))
     return {
         "checkpoint": printable(os.fspath(checkpoint.path)),
         "run_id": publisher.run_id,
         **{key: row[key] for key in ("number", "kind", "step", "elements", "changed", "density", "bytes")},
         "bits_per_changed": 0.0,
-        "digest": row["views"][publisher.config.view],
+        "digest": row["views"][publisher.config.published[0].name],
         "seconds": {},
         "reason": "the base of a new run, " + ("with its bits" if row["bytes"] else "by reference"),
     }

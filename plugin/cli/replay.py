@@ -113,7 +113,7 @@ def replay(
             if state is None:
                 skipped.append(number)
             else:
-                findings.replayed.setdefault(history.view, []).append(number)
+                findings.replayed.setdefault(history.view or "", []).append(number)
         at = number
         progress(done + 1, len(versions))
     if skipped:

@@ -59,6 +59,9 @@ def relay(
     cache: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder of the cache and of trajectories on their way.")
     ] = None,
+    mirror: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Keep a copy of the weights here, and take the compact form.")
+    ] = None,
     cert: _Cert = None,
     key: _Key = None,
     client_ca: _ClientCa = None,
@@ -69,7 +72,8 @@ def relay(
 
     Engines of the site use this relay's address. To the server it is one replica, which acknowledges the oldest version
     that its engines serve; their trajectories are kept in the cache folder until the trainer has them, so give a
-    folder that survives a restart.
+    folder that survives a restart. With --mirror it keeps a copy of the weights: where the run stores the compact form
+    (forms: [step, compact]) a version crosses the link a third smaller, and the site is served the step form.
 
         weight-sync relay --from grpcs://trainer.example:50071 --listen 0.0.0.0:50071 --cache /nvme/relay \\
             --cert site.pem --key site.key --config tokens.yaml
@@ -78,6 +82,8 @@ def relay(
     keys["listen"] = _uri(listen, cert)
     if cache is not None:
         keys["cache_dir"] = cache
+    if mirror is not None:
+        keys["mirror"] = mirror
     _run(common, common.config(source, **keys), "relay")
 
 

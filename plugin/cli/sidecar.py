@@ -21,7 +21,9 @@ __all__ = ["sidecar"]
 def sidecar(
     common: Common,
     engine: Annotated[str, typer.Option(metavar="NAME", help="The kind of engine: vllm, sglang, ...")],
-    engine_url: Annotated[str, typer.Option(metavar="URL", help="Where the engine listens: http://127.0.0.1:8000.")],
+    engine_url: Annotated[
+        list[str], typer.Option(metavar="URL", help="Where the engine listens; given again: a group, one version.")
+    ],
     from_: Annotated[str, typer.Option("--from", metavar="URI", help="The store: a folder, s3://bucket/prefix, ...")],
     listen: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Where clients connect: HOST:PORT, or unix:PATH.")
@@ -44,10 +46,11 @@ def sidecar(
     watch: Annotated[float, typer.Option(min=0.01, metavar="S", help="Between two looks at the engine.")] = 1.0,
     watch_timeout: Annotated[
         float, typer.Option(min=0.01, metavar="S", help="An engine that does not answer for so long hangs.")
-    ] = 5.0,
+    ] = 15.0,
 ) -> None:
     """Serves an engine's API on another port, at the run's versions: each answer says which version made it.
 
+    Several engines make a group: all take a version or none does, and requests go to the one with the fewest in flight.
     Requests may demand a version, {"weight_version": {"min": 7}} in the body or X-Weight-Version-Min: 7, and get 409
     when it cannot be had. /weight_sync/status tells what is served, /readyz whether; /metrics is for Prometheus. Routes
     of the engine that change weights are not forwarded. Ends at Ctrl-C or SIGTERM, once requests in flight are done.
@@ -67,7 +70,7 @@ def sidecar(
     serve(
         find("engines", engine), common.config(from_), listening,
         lambda report: _tell(out, report), lambda error: out.note(f"trying again: {error}"),
-        engine_url=engine_url, listen=listen, insecure=insecure, tls_cert=tls_cert, tls_key=tls_key, drain_s=drain,
+        engine_url=tuple(engine_url), listen=listen, insecure=insecure, tls_cert=tls_cert, tls_key=tls_key, drain_s=drain,
         after_drain=after_drain, wait_s=wait, body_limit=body_limit, watch_s=watch, watch_timeout_s=watch_timeout,
     )  # fmt: skip
 

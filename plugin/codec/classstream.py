@@ -23,6 +23,7 @@ from weight_sync.proto.v1 import shard_pb2
 
 __all__ = ["decode_classes", "encode_classes"]
 
+_FEW = 512  # numbers below are symbols nearly as they are
 _TABLE_BITS = 8.0 * 45  # a Huffman table, the zstd frame around it and its entry in the header
 
 
@@ -63,9 +64,13 @@ def _mean(histogram: npt.NDArray[np.int64]) -> float:
     return float((histogram * np.arange(len(histogram))).sum()) / max(1, int(histogram.sum()))
 
 
-def encode_classes(runs: Sequence[npt.NDArray[Any]]) -> tuple[shard_pb2.ClassStreams, list[bytes]]:
-    """Header and bytes of one list per class; every list is non-empty."""
-    low_bits = [intstream.choose_low_bits(run) for run in runs]
+def encode_classes(runs: Sequence[npt.NDArray[Any]], spread: bool = True) -> tuple[shard_pb2.ClassStreams, list[bytes]]:
+    """Header and bytes of one list per class; every list is non-empty.
+
+    ``spread`` says that numbers are spread out like gaps, so that their low bits cannot be compressed; of few different
+    numbers, like steps of packed codes, low bits are coded, too.
+    """
+    low_bits = [intstream.choose_low_bits(run) if spread or run.max() >= _FEW else 0 for run in runs]
     symbols: list[npt.NDArray[np.uint8]] = []
     for run, k in zip(runs, low_bits, strict=True):
         symbols.append(np.empty(len(run), np.uint8))

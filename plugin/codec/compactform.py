@@ -19,7 +19,8 @@ from numba import uint32, uint64
 from weight_sync.codec import classstream
 from weight_sync.codec.classcount import ClassCounter
 from weight_sync.codec.classfind import find_changes
-from weight_sync.codec.classrule import CLASSES
+from weight_sync.codec.classrule import CLASSES, NEVER
+from weight_sync.codec.classtable import pack_tables, unpack_tables
 from weight_sync.codec.machine import kernel
 from weight_sync.codec.stepform import Cursor, decode_large, encode_large, half_of, put_signs
 from weight_sync.dtypes import DType
@@ -29,6 +30,7 @@ from weight_sync.proto.v1 import shard_pb2
 __all__ = ["class_counts", "decode_compact", "encode_compact"]
 
 _UNIT_SHARE = 0.75  # a class with fewer steps of one is coded step by step
+_ONE_WAY = 0.4  # so is one whose share of rises and that of falls are further apart
 
 
 @kernel
@@ -63,31 +65,43 @@ def encode_compact(frame: shard_pb2.Frame, steps: npt.NDArray[Any], dtype: DType
     frame.class_ids = bytes(used.tolist())
     frame.class_counts.extend(counts[used].ravel().tolist())
     ends = np.cumsum(counts[used].sum(axis=1))
-    header, parts = classstream.encode_classes(np.split(values, ends)[:-1])
-    frame.class_gaps.CopyFrom(header)
-    return parts + _encode_steps(frame, np.split(sorted_steps, ends)[:-1], dtype)
-
-
-def _encode_steps(frame: shard_pb2.Frame, runs: list[npt.NDArray[Any]], dtype: DType) -> list[bytes]:
-    """Steps of classes that nearly always move by one go into the list of large steps, the others class by class."""
-    one, minus_one = 1, (1 << (8 * dtype.width)) - 1
-    units = [np.count_nonzero((run == one) | (run == minus_one)) for run in runs]
-    wide = [bool(unit < _UNIT_SHARE * len(run)) for unit, run in zip(units, runs, strict=True)]
+    runs, steps_of = np.split(values, ends)[:-1], np.split(sorted_steps, ends)[:-1]
+    wide = [_is_wide(run, some) for run, some in zip(runs, steps_of, strict=True)]
     frame.class_wide = bytes(wide)
+    header, parts = classstream.encode_classes(
+        [run >> np.uint32(1) if is_wide else run for run, is_wide in zip(runs, wide, strict=True)]
+    )
+    frame.class_gaps.CopyFrom(header)
+    parts += _encode_steps(frame, steps_of, wide, dtype)
+    pack_tables(frame)
+    return parts
+
+
+def _is_wide(run: npt.NDArray[np.uint32], steps: npt.NDArray[Any]) -> bool:
+    """Whether a class's steps are coded one by one: few are of size one, or most go one way."""
+    minus_one = (1 << (8 * steps.itemsize)) - 1
+    units = np.count_nonzero((steps == 1) | (steps == minus_one))
+    minus = np.count_nonzero(run & np.uint32(1))
+    return bool(units < _UNIT_SHARE * len(run) or abs(2 * minus - len(run)) > _ONE_WAY * len(run))
+
+
+def _encode_steps(frame: shard_pb2.Frame, runs: list[npt.NDArray[Any]], wide: list[bool], dtype: DType) -> list[bytes]:
+    """Steps of classes that nearly always move by one go into the list of large steps, the others class by class."""
     narrow = [run for run, is_wide in zip(runs, wide, strict=True) if not is_wide]
     parts = encode_large(frame, np.concatenate(narrow), dtype) if narrow else []
     sizes = [_sizes(run, half_of(dtype)) for run, is_wide in zip(runs, wide, strict=True) if is_wide]
-    header, more = classstream.encode_classes(sizes)
+    header, more = classstream.encode_classes(sizes, spread=False)
     if sizes:
         frame.class_steps.CopyFrom(header)
     return parts + more
 
 
 def _sizes(steps: npt.NDArray[Any], half: np.uint64) -> npt.NDArray[np.uint64]:
-    """|step| - 1 of each."""
+    """2 (|step| - 1) + (step < 0) of each; the one step whose size is ``half`` counts as negative."""
     wide = steps.astype(np.uint64)
     full = half + (half - np.uint64(1))
-    return np.where(wide >= half, (~wide + np.uint64(1)) & full, wide) - np.uint64(1)
+    size = np.where(wide >= half, (~wide + np.uint64(1)) & full, wide) - np.uint64(1)
+    return (size << np.uint64(1)) | (wide >= half)
 
 
 def class_counts(frame: shard_pb2.Frame) -> npt.NDArray[np.int64]:
@@ -105,24 +119,26 @@ def class_counts(frame: shard_pb2.Frame) -> npt.NDArray[np.int64]:
 def _decode_steps(
     frame: shard_pb2.Frame, cursor: Cursor, runs: list[npt.NDArray[np.uint32]], dtype: DType
 ) -> npt.NDArray[Any]:
-    """Steps of all changes in the order of classes; ``runs`` carry the signs."""
+    """Steps of all changes in the order of classes. ``runs`` carry the signs of narrow classes and receive those of wide."""
     wide = [flag != 0 for flag in frame.class_wide]
     narrow = [run for run, is_wide in zip(runs, wide, strict=True) if not is_wide]
     few = decode_large(frame, cursor, np.concatenate(narrow) if narrow else np.empty(0, np.uint32), dtype)
     counts = [len(run) for run, is_wide in zip(runs, wide, strict=True) if is_wide]
-    many = classstream.decode_classes(frame.class_steps, cursor, counts, np.uint64, "class_steps")
+    rest = iter(classstream.decode_classes(frame.class_steps, cursor, counts, np.uint64, "class_steps"))
     out: list[npt.NDArray[Any]] = []
     at = 0
-    rest = iter(many)
     for run, is_wide in zip(runs, wide, strict=True):
         if not is_wide:
             out.append(few[at : at + len(run)])
             at += len(run)
             continue
         sizes = next(rest)
-        if len(sizes) and sizes.max() >= half_of(dtype):
+        if len(sizes) and sizes.max() >> np.uint64(1) >= half_of(dtype):
             raise FormatError("a step leaves its dtype", field="class_steps", found=int(sizes.max()))
-        steps = (sizes + np.uint64(1)).astype(dtype.uint)
+        if len(run) and run.max() > NEVER:
+            raise FormatError("a gap leaves its frame", field="class_gaps", found=int(run.max()))
+        run[:] = (run << np.uint32(1)) | (sizes & np.uint64(1)).astype(np.uint32)
+        steps = ((sizes >> np.uint64(1)) + np.uint64(1)).astype(dtype.uint)
         put_signs(run, steps)
         out.append(steps)
     return np.concatenate(out) if out else np.empty(0, dtype.uint)
@@ -145,6 +161,7 @@ def decode_compact(
     Raises FormatError on malformed bytes and WrongBaseError when the old elements cannot be those it was made from.
     """
     cursor = Cursor(payload)
+    frame = unpack_tables(frame)
     counts = class_counts(frame)
     totals = counts.sum(axis=1).tolist()
     runs = classstream.decode_classes(frame.class_gaps, cursor, totals, np.uint32, "class_gaps")

@@ -6,6 +6,7 @@ storages (layout/placement.py).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from weight_sync.errors import LayoutError
 from weight_sync.proto.v1 import common_pb2
 
-__all__ = ["Box"]
+__all__ = ["Box", "Regions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +126,7 @@ class Box:
         if box.count and box.last >= elements:
             raise LayoutError("region leaves its tensor", field="last index", found=box.last, expected=f"< {elements}")
         return box
+
+
+Regions = Mapping[str, Sequence[Box]]
+"""Boxes by name of the tensor."""

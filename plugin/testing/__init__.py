@@ -1,8 +1,8 @@
-"""Conformance suites for transports and engines, and an engine over plain arrays.
+"""Conformance suites for transports, engines and quantisers, and an engine over plain arrays.
 
-Owns what a third party needs to prove an implementation of ``weight_sync.ports``: `check_transport`, `check_engine`
-and `MemoryEngine`, the reference. Owns no test runner: everything is plain functions that raise AssertionError, and
-importing this package imports no pytest.
+Owns what a third party needs to prove an implementation of ``weight_sync.ports``: `check_transport`, `check_engine`,
+`check_quantizer` and `MemoryEngine`, the reference. Owns no test runner: everything is plain functions that raise
+AssertionError, and importing this package imports no pytest.
 
 In a test file of yours::
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from weight_sync.testing.engines import check_engine, engine_claims
 from weight_sync.testing.memory_engine import MemoryEngine
+from weight_sync.testing.quantizers import check_quantizer
 from weight_sync.testing.transports import check_transport, transport_claims
 
-__all__ = ["MemoryEngine", "check_engine", "check_transport", "engine_claims", "transport_claims"]
+__all__ = ["MemoryEngine", "check_engine", "check_quantizer", "check_transport", "engine_claims", "transport_claims"]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from weight_sync.canonical import Bits
 from weight_sync.checkpoint import Checkpoint
 from weight_sync.codec.apply import apply_changes, restore_changes, write_dense
 from weight_sync.codec.digest import Digest, state_digest
@@ -23,7 +24,7 @@ from weight_sync.dtypes import DTYPES, dtype_of, dtype_of_torch
 from weight_sync.errors import DeadlineError, EngineError, EngineInDoubtError, TensorError
 from weight_sync.layout.box import Box
 from weight_sync.ports import DensePiece, Engine, PauseMode, Update
-from weight_sync.proto.v1 import common_pb2, replica_pb2
+from weight_sync.proto.v1 import common_pb2, contract_pb2, replica_pb2
 from weight_sync.served import bits_of
 from weight_sync.tensors import TensorSpec
 
@@ -51,6 +52,7 @@ class MemoryEngine(Engine):
     Attributes:
         table: name to (spec, bits); bits are (elements,) unsigned of the element's width.
         admits: True while requests would be admitted.
+        contract: how it computes, as it will present it; says nothing unless a test sets it.
         announced: the version that responses would carry, None before the first.
         calls: the port's verbs in the order in which they were called.
         caches_of: the digest of the bits that caches were filled from; None after `clear_caches`. `serve` fills them.
@@ -67,6 +69,7 @@ class MemoryEngine(Engine):
         self.view, self.changes_tensors = view, changes_tensors
         self.table: dict[str, tuple[TensorSpec, npt.NDArray[Any]]] = _table_of(tensors)
         self.admits = True
+        self.contract = contract_pb2.ExecutionContract()
         self.announced: common_pb2.VersionId | None = None
         self.calls: list[str] = []
         self.caches_of: Digest | None = None
@@ -79,12 +82,17 @@ class MemoryEngine(Engine):
 
     # --- what it holds ---
 
+    def bits(self) -> Bits:
+        """For patches in the compact form."""
+        return lambda spec: self.table[spec.name][1]
+
     def describe(self) -> replica_pb2.EngineDescription:
         self._called("describe")
         description = replica_pb2.EngineDescription(
             engine_id="memory", kind="memory", view=self.view, complete=True, host=socket.gethostname(),
             tensors=[spec.to_proto() for _, (spec, _) in sorted(self.table.items())],
             forms=[common_pb2.FORM_STEP, common_pb2.FORM_ABSOLUTE], changes_tensors=self.changes_tensors,
+            contract=self.contract,
         )  # fmt: skip
         description.digest.CopyFrom(self._recomputed().to_proto())
         return description

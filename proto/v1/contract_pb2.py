@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#weight_sync/proto/v1/contract.proto\x12\x0eweight_sync.v1\"\xae\x06\n\x11\x45xecutionContract\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0emodel_revision\x18\x02 \x01(\t\x12\x15\n\rserved_format\x18\x03 \x01(\t\x12\x15\n\rcompute_dtype\x18\x04 \x01(\t\x12\x1a\n\x12\x61\x63\x63umulation_dtype\x18\x05 \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x06 \x01(\t\x12\x1c\n\x0f\x62\x61tch_invariant\x18\x07 \x01(\x08H\x00\x88\x01\x01\x12\x1a\n\rdeterministic\x18\x08 \x01(\x08H\x01\x88\x01\x01\x12\x1c\n\x0ftensor_parallel\x18\t \x01(\rH\x02\x88\x01\x01\x12\x1e\n\x11pipeline_parallel\x18\n \x01(\rH\x03\x88\x01\x01\x12\x1c\n\x0f\x65xpert_parallel\x18\x0b \x01(\rH\x04\x88\x01\x01\x12\x1a\n\rdata_parallel\x18\x0c \x01(\rH\x05\x88\x01\x01\x12\x17\n\x0freduction_order\x18\r \x01(\t\x12N\n\x0fkernel_versions\x18\x0e \x03(\x0b\x32\x35.weight_sync.v1.ExecutionContract.KernelVersionsEntry\x12\x1a\n\rrouter_replay\x18\x0f \x01(\x08H\x06\x88\x01\x01\x12\x41\n\x08sampling\x18\x10 \x03(\x0b\x32/.weight_sync.v1.ExecutionContract.SamplingEntry\x12\x0e\n\x06\x65ngine\x18\x11 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x12 \x01(\t\x1a\x35\n\x13KernelVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rSamplingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x12\n\x10_batch_invariantB\x10\n\x0e_deterministicB\x12\n\x10_tensor_parallelB\x14\n\x12_pipeline_parallelB\x12\n\x10_expert_parallelB\x10\n\x0e_data_parallelB\x10\n\x0e_router_replayb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#weight_sync/proto/v1/contract.proto\x12\x0eweight_sync.v1\"\xae\x06\n\x11\x45xecutionContract\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0emodel_revision\x18\x02 \x01(\t\x12\x15\n\rserved_format\x18\x03 \x01(\t\x12\x15\n\rcompute_dtype\x18\x04 \x01(\t\x12\x1a\n\x12\x61\x63\x63umulation_dtype\x18\x05 \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x06 \x01(\t\x12\x1c\n\x0f\x62\x61tch_invariant\x18\x07 \x01(\x08H\x00\x88\x01\x01\x12\x1a\n\rdeterministic\x18\x08 \x01(\x08H\x01\x88\x01\x01\x12\x1c\n\x0ftensor_parallel\x18\t \x01(\rH\x02\x88\x01\x01\x12\x1e\n\x11pipeline_parallel\x18\n \x01(\rH\x03\x88\x01\x01\x12\x1c\n\x0f\x65xpert_parallel\x18\x0b \x01(\rH\x04\x88\x01\x01\x12\x1a\n\rdata_parallel\x18\x0c \x01(\rH\x05\x88\x01\x01\x12\x17\n\x0freduction_order\x18\r \x01(\t\x12N\n\x0fkernel_versions\x18\x0e \x03(\x0b\x32\x35.weight_sync.v1.ExecutionContract.KernelVersionsEntry\x12\x1a\n\rrouter_replay\x18\x0f \x01(\x08H\x06\x88\x01\x01\x12\x41\n\x08sampling\x18\x10 \x03(\x0b\x32/.weight_sync.v1.ExecutionContract.SamplingEntry\x12\x0e\n\x06\x65ngine\x18\x11 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x12 \x01(\t\x1a\x35\n\x13KernelVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rSamplingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x12\n\x10_batch_invariantB\x10\n\x0e_deterministicB\x12\n\x10_tensor_parallelB\x14\n\x12_pipeline_parallelB\x12\n\x10_expert_parallelB\x10\n\x0e_data_parallelB\x10\n\x0e_router_replay\"O\n\x0c\x43ontractTerm\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0e\n\x06one_of\x18\x02 \x03(\t\x12\x14\n\x07\x61t_most\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_at_most\"{\n\rContractTerms\x12+\n\x05terms\x18\x01 \x03(\x0b\x32\x1c.weight_sync.v1.ContractTerm\x12,\n\x07\x65nforce\x18\x02 \x01(\x0e\x32\x1b.weight_sync.v1.Enforcement\x12\x0f\n\x07profile\x18\x03 \x01(\t*n\n\x0b\x45nforcement\x12\x1b\n\x17\x45NFORCEMENT_UNSPECIFIED\x10\x00\x12\x14\n\x10\x45NFORCEMENT_NONE\x10\x01\x12\x14\n\x10\x45NFORCEMENT_WARN\x10\x02\x12\x16\n\x12\x45NFORCEMENT_STRICT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -25,10 +25,16 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_EXECUTIONCONTRACT_KERNELVERSIONSENTRY']._serialized_options = b'8\001'
   _globals['_EXECUTIONCONTRACT_SAMPLINGENTRY']._options = None
   _globals['_EXECUTIONCONTRACT_SAMPLINGENTRY']._serialized_options = b'8\001'
+  _globals['_ENFORCEMENT']._serialized_start=1078
+  _globals['_ENFORCEMENT']._serialized_end=1188
   _globals['_EXECUTIONCONTRACT']._serialized_start=56
   _globals['_EXECUTIONCONTRACT']._serialized_end=870
   _globals['_EXECUTIONCONTRACT_KERNELVERSIONSENTRY']._serialized_start=632
   _globals['_EXECUTIONCONTRACT_KERNELVERSIONSENTRY']._serialized_end=685
   _globals['_EXECUTIONCONTRACT_SAMPLINGENTRY']._serialized_start=687
   _globals['_EXECUTIONCONTRACT_SAMPLINGENTRY']._serialized_end=734
+  _globals['_CONTRACTTERM']._serialized_start=872
+  _globals['_CONTRACTTERM']._serialized_end=951
+  _globals['_CONTRACTTERMS']._serialized_start=953
+  _globals['_CONTRACTTERMS']._serialized_end=1076
 # @@protoc_insertion_point(module_scope)

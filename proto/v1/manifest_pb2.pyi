@@ -76,7 +76,7 @@ class ShardRef(_message.Message):
     def __init__(self, object: _Optional[str] = ..., size: _Optional[int] = ..., blake3: _Optional[bytes] = ..., head_size: _Optional[int] = ..., head_blake3: _Optional[bytes] = ..., rank: _Optional[int] = ..., form: _Optional[_Union[_common_pb2.Form, str]] = ...) -> None: ...
 
 class ViewManifest(_message.Message):
-    __slots__ = ("name", "scheme", "digest", "tensors", "shards", "elements", "changed")
+    __slots__ = ("name", "scheme", "digest", "tensors", "shards", "elements", "changed", "base")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SCHEME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,7 @@ class ViewManifest(_message.Message):
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     ELEMENTS_FIELD_NUMBER: _ClassVar[int]
     CHANGED_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     name: str
     scheme: str
     digest: _common_pb2.Digest
@@ -91,7 +92,8 @@ class ViewManifest(_message.Message):
     shards: _containers.RepeatedCompositeFieldContainer[ShardRef]
     elements: int
     changed: int
-    def __init__(self, name: _Optional[str] = ..., scheme: _Optional[str] = ..., digest: _Optional[_Union[_common_pb2.Digest, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[ShardRef, _Mapping]]] = ..., elements: _Optional[int] = ..., changed: _Optional[int] = ...) -> None: ...
+    base: BaseReference
+    def __init__(self, name: _Optional[str] = ..., scheme: _Optional[str] = ..., digest: _Optional[_Union[_common_pb2.Digest, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[ShardRef, _Mapping]]] = ..., elements: _Optional[int] = ..., changed: _Optional[int] = ..., base: _Optional[_Union[BaseReference, _Mapping]] = ...) -> None: ...
 
 class Signature(_message.Message):
     __slots__ = ("key_id", "ed25519")
@@ -102,7 +104,7 @@ class Signature(_message.Message):
     def __init__(self, key_id: _Optional[str] = ..., ed25519: _Optional[bytes] = ...) -> None: ...
 
 class VersionManifest(_message.Message):
-    __slots__ = ("format", "run_id", "number", "epoch", "kind", "parent", "step", "views", "base", "contract", "metadata", "writer", "reason", "created_unix_ms", "signature", "nonce")
+    __slots__ = ("format", "run_id", "number", "epoch", "kind", "parent", "step", "views", "base", "contract", "metadata", "writer", "reason", "created_unix_ms", "signature", "nonce", "terms")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +128,7 @@ class VersionManifest(_message.Message):
     CREATED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    TERMS_FIELD_NUMBER: _ClassVar[int]
     format: int
     run_id: str
     number: int
@@ -142,4 +145,5 @@ class VersionManifest(_message.Message):
     created_unix_ms: int
     signature: Signature
     nonce: bytes
-    def __init__(self, format: _Optional[int] = ..., run_id: _Optional[str] = ..., number: _Optional[int] = ..., epoch: _Optional[int] = ..., kind: _Optional[_Union[EntryKind, str]] = ..., parent: _Optional[int] = ..., step: _Optional[int] = ..., views: _Optional[_Iterable[_Union[ViewManifest, _Mapping]]] = ..., base: _Optional[_Union[BaseReference, _Mapping]] = ..., contract: _Optional[_Union[_contract_pb2.ExecutionContract, _Mapping]] = ..., metadata: _Optional[_Mapping[str, str]] = ..., writer: _Optional[str] = ..., reason: _Optional[str] = ..., created_unix_ms: _Optional[int] = ..., signature: _Optional[_Union[Signature, _Mapping]] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+    terms: _contract_pb2.ContractTerms
+    def __init__(self, format: _Optional[int] = ..., run_id: _Optional[str] = ..., number: _Optional[int] = ..., epoch: _Optional[int] = ..., kind: _Optional[_Union[EntryKind, str]] = ..., parent: _Optional[int] = ..., step: _Optional[int] = ..., views: _Optional[_Iterable[_Union[ViewManifest, _Mapping]]] = ..., base: _Optional[_Union[BaseReference, _Mapping]] = ..., contract: _Optional[_Union[_contract_pb2.ExecutionContract, _Mapping]] = ..., metadata: _Optional[_Mapping[str, str]] = ..., writer: _Optional[str] = ..., reason: _Optional[str] = ..., created_unix_ms: _Optional[int] = ..., signature: _Optional[_Union[Signature, _Mapping]] = ..., nonce: _Optional[bytes] = ..., terms: _Optional[_Union[_contract_pb2.ContractTerms, _Mapping]] = ...) -> None: ...

@@ -77,7 +77,7 @@ class Timings(_message.Message):
     def __init__(self, fetch: _Optional[float] = ..., decode: _Optional[float] = ..., pause: _Optional[float] = ..., apply: _Optional[float] = ..., verify: _Optional[float] = ...) -> None: ...
 
 class Acknowledgement(_message.Message):
-    __slots__ = ("replica_id", "version", "view", "state", "digest", "timings", "error", "sent_unix_ms", "fetched_bytes", "followers")
+    __slots__ = ("replica_id", "version", "view", "state", "digest", "timings", "error", "sent_unix_ms", "fetched_bytes", "followers", "contract")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class Acknowledgement(_message.Message):
     SENT_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FOLLOWERS_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     version: _common_pb2.VersionId
     view: str
@@ -98,7 +99,8 @@ class Acknowledgement(_message.Message):
     sent_unix_ms: int
     fetched_bytes: int
     followers: _containers.RepeatedCompositeFieldContainer[Followers]
-    def __init__(self, replica_id: _Optional[str] = ..., version: _Optional[_Union[_common_pb2.VersionId, _Mapping]] = ..., view: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., digest: _Optional[_Union[_common_pb2.Digest, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., error: _Optional[str] = ..., sent_unix_ms: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., followers: _Optional[_Iterable[_Union[Followers, _Mapping]]] = ...) -> None: ...
+    contract: _contract_pb2.ExecutionContract
+    def __init__(self, replica_id: _Optional[str] = ..., version: _Optional[_Union[_common_pb2.VersionId, _Mapping]] = ..., view: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., digest: _Optional[_Union[_common_pb2.Digest, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., error: _Optional[str] = ..., sent_unix_ms: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., followers: _Optional[_Iterable[_Union[Followers, _Mapping]]] = ..., contract: _Optional[_Union[_contract_pb2.ExecutionContract, _Mapping]] = ...) -> None: ...
 
 class Followers(_message.Message):
     __slots__ = ("version", "state", "count", "error")

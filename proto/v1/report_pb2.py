@@ -16,7 +16,7 @@ from weight_sync.proto.v1 import common_pb2 as weight__sync_dot_proto_dot_v1_dot
 from weight_sync.proto.v1 import manifest_pb2 as weight__sync_dot_proto_dot_v1_dot_manifest__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!weight_sync/proto/v1/report.proto\x12\x0eweight_sync.v1\x1a!weight_sync/proto/v1/common.proto\x1a#weight_sync/proto/v1/manifest.proto\"f\n\x0cTensorReport\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0f\n\x07\x63hanged\x18\x02 \x01(\x04\x12&\n\x06\x64igest\x18\x03 \x01(\x0b\x32\x16.weight_sync.v1.Digest\x12\r\n\x05whole\x18\x04 \x01(\x08\"e\n\nRankReport\x12-\n\x07tensors\x18\x01 \x03(\x0b\x32\x1c.weight_sync.v1.TensorReport\x12(\n\x06shards\x18\x02 \x03(\x0b\x32\x18.weight_sync.v1.ShardRef\"m\n\x0cOpenedReport\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12-\n\x04head\x18\x03 \x01(\x0b\x32\x1f.weight_sync.v1.VersionManifest\x12\x0f\n\x07\x63reated\x18\x04 \x01(\x08\"s\n\tRoundPlan\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05learn\x18\x02 \x01(\x08\x12\x15\n\ranchor_reason\x18\x03 \x01(\t\x12\x30\n\x07\x61\x64opted\x18\x04 \x01(\x0b\x32\x1f.weight_sync.v1.VersionManifestb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!weight_sync/proto/v1/report.proto\x12\x0eweight_sync.v1\x1a!weight_sync/proto/v1/common.proto\x1a#weight_sync/proto/v1/manifest.proto\"f\n\x0cTensorReport\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0f\n\x07\x63hanged\x18\x02 \x01(\x04\x12&\n\x06\x64igest\x18\x03 \x01(\x0b\x32\x16.weight_sync.v1.Digest\x12\r\n\x05whole\x18\x04 \x01(\x08\"e\n\nRankReport\x12-\n\x07tensors\x18\x01 \x03(\x0b\x32\x1c.weight_sync.v1.TensorReport\x12(\n\x06shards\x18\x02 \x03(\x0b\x32\x18.weight_sync.v1.ShardRef\"8\n\x0bRoundReport\x12)\n\x05views\x18\x01 \x03(\x0b\x32\x1a.weight_sync.v1.RankReport\"5\n\x0b\x42lockRanges\x12\x0b\n\x03key\x18\x01 \x03(\x06\x12\x0b\n\x03low\x18\x02 \x03(\x02\x12\x0c\n\x04high\x18\x03 \x03(\x02\"9\n\x0bRoundRanges\x12*\n\x05views\x18\x01 \x03(\x0b\x32\x1b.weight_sync.v1.BlockRanges\"m\n\x0cOpenedReport\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12-\n\x04head\x18\x03 \x01(\x0b\x32\x1f.weight_sync.v1.VersionManifest\x12\x0f\n\x07\x63reated\x18\x04 \x01(\x08\"s\n\tRoundPlan\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05learn\x18\x02 \x01(\x08\x12\x15\n\ranchor_reason\x18\x03 \x01(\t\x12\x30\n\x07\x61\x64opted\x18\x04 \x01(\x0b\x32\x1f.weight_sync.v1.VersionManifestb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -27,8 +27,14 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_TENSORREPORT']._serialized_end=227
   _globals['_RANKREPORT']._serialized_start=229
   _globals['_RANKREPORT']._serialized_end=330
-  _globals['_OPENEDREPORT']._serialized_start=332
-  _globals['_OPENEDREPORT']._serialized_end=441
-  _globals['_ROUNDPLAN']._serialized_start=443
-  _globals['_ROUNDPLAN']._serialized_end=558
+  _globals['_ROUNDREPORT']._serialized_start=332
+  _globals['_ROUNDREPORT']._serialized_end=388
+  _globals['_BLOCKRANGES']._serialized_start=390
+  _globals['_BLOCKRANGES']._serialized_end=443
+  _globals['_ROUNDRANGES']._serialized_start=445
+  _globals['_ROUNDRANGES']._serialized_end=502
+  _globals['_OPENEDREPORT']._serialized_start=504
+  _globals['_OPENEDREPORT']._serialized_end=613
+  _globals['_ROUNDPLAN']._serialized_start=615
+  _globals['_ROUNDPLAN']._serialized_end=730
 # @@protoc_insertion_point(module_scope)

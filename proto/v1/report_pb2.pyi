@@ -27,6 +27,28 @@ class RankReport(_message.Message):
     shards: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.ShardRef]
     def __init__(self, tensors: _Optional[_Iterable[_Union[TensorReport, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[_manifest_pb2.ShardRef, _Mapping]]] = ...) -> None: ...
 
+class RoundReport(_message.Message):
+    __slots__ = ("views",)
+    VIEWS_FIELD_NUMBER: _ClassVar[int]
+    views: _containers.RepeatedCompositeFieldContainer[RankReport]
+    def __init__(self, views: _Optional[_Iterable[_Union[RankReport, _Mapping]]] = ...) -> None: ...
+
+class BlockRanges(_message.Message):
+    __slots__ = ("key", "low", "high")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    LOW_FIELD_NUMBER: _ClassVar[int]
+    HIGH_FIELD_NUMBER: _ClassVar[int]
+    key: _containers.RepeatedScalarFieldContainer[int]
+    low: _containers.RepeatedScalarFieldContainer[float]
+    high: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, key: _Optional[_Iterable[int]] = ..., low: _Optional[_Iterable[float]] = ..., high: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class RoundRanges(_message.Message):
+    __slots__ = ("views",)
+    VIEWS_FIELD_NUMBER: _ClassVar[int]
+    views: _containers.RepeatedCompositeFieldContainer[BlockRanges]
+    def __init__(self, views: _Optional[_Iterable[_Union[BlockRanges, _Mapping]]] = ...) -> None: ...
+
 class OpenedReport(_message.Message):
     __slots__ = ("run_id", "epoch", "head", "created")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]

@@ -86,32 +86,36 @@ class FetchRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., object: _Optional[_Union[_manifest_pb2.ShardRef, _Mapping]] = ..., fold: _Optional[_Union[FoldRequest, _Mapping]] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ...) -> None: ...
 
 class FoldRequest(_message.Message):
-    __slots__ = ("view", "have", "target", "form", "regions")
+    __slots__ = ("view", "have", "target", "form", "regions", "next")
     VIEW_FIELD_NUMBER: _ClassVar[int]
     HAVE_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     FORM_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
     view: str
     have: int
     target: int
     form: _common_pb2.Form
     regions: _containers.RepeatedCompositeFieldContainer[_common_pb2.Region]
-    def __init__(self, view: _Optional[str] = ..., have: _Optional[int] = ..., target: _Optional[int] = ..., form: _Optional[_Union[_common_pb2.Form, str]] = ..., regions: _Optional[_Iterable[_Union[_common_pb2.Region, _Mapping]]] = ...) -> None: ...
+    next: bool
+    def __init__(self, view: _Optional[str] = ..., have: _Optional[int] = ..., target: _Optional[int] = ..., form: _Optional[_Union[_common_pb2.Form, str]] = ..., regions: _Optional[_Iterable[_Union[_common_pb2.Region, _Mapping]]] = ..., next: bool = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("data", "size", "start", "absent", "stored")
+    __slots__ = ("data", "size", "start", "absent", "stored", "target")
     DATA_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     size: int
     start: int
     absent: bool
     stored: _manifest_pb2.ShardRef
-    def __init__(self, data: _Optional[bytes] = ..., size: _Optional[int] = ..., start: _Optional[int] = ..., absent: bool = ..., stored: _Optional[_Union[_manifest_pb2.ShardRef, _Mapping]] = ...) -> None: ...
+    target: int
+    def __init__(self, data: _Optional[bytes] = ..., size: _Optional[int] = ..., start: _Optional[int] = ..., absent: bool = ..., stored: _Optional[_Union[_manifest_pb2.ShardRef, _Mapping]] = ..., target: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("replica_id", "run_id", "description", "ttl_s")

@@ -31,7 +31,7 @@ class ClassStreams(_message.Message):
     def __init__(self, low_bits: _Optional[bytes] = ..., groups: _Optional[bytes] = ..., streams: _Optional[_Iterable[_Union[IntStream, _Mapping]]] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("regions", "elements", "changes", "size", "blake3", "gaps", "large_gaps", "large_steps", "new_bits_size", "lanes", "class_ids", "class_wide", "class_counts", "class_gaps", "class_steps")
+    __slots__ = ("regions", "elements", "changes", "size", "blake3", "gaps", "large_gaps", "large_steps", "new_bits_size", "lanes", "class_ids", "class_wide", "class_counts", "class_gaps", "class_steps", "class_tables")
     REGIONS_FIELD_NUMBER: _ClassVar[int]
     ELEMENTS_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class Frame(_message.Message):
     CLASS_COUNTS_FIELD_NUMBER: _ClassVar[int]
     CLASS_GAPS_FIELD_NUMBER: _ClassVar[int]
     CLASS_STEPS_FIELD_NUMBER: _ClassVar[int]
+    CLASS_TABLES_FIELD_NUMBER: _ClassVar[int]
     regions: _containers.RepeatedCompositeFieldContainer[_common_pb2.Region]
     elements: int
     changes: int
@@ -62,7 +63,8 @@ class Frame(_message.Message):
     class_counts: _containers.RepeatedScalarFieldContainer[int]
     class_gaps: ClassStreams
     class_steps: ClassStreams
-    def __init__(self, regions: _Optional[_Iterable[_Union[_common_pb2.Region, _Mapping]]] = ..., elements: _Optional[int] = ..., changes: _Optional[int] = ..., size: _Optional[int] = ..., blake3: _Optional[bytes] = ..., gaps: _Optional[_Union[IntStream, _Mapping]] = ..., large_gaps: _Optional[_Union[IntStream, _Mapping]] = ..., large_steps: _Optional[_Union[IntStream, _Mapping]] = ..., new_bits_size: _Optional[int] = ..., lanes: _Optional[int] = ..., class_ids: _Optional[bytes] = ..., class_wide: _Optional[bytes] = ..., class_counts: _Optional[_Iterable[int]] = ..., class_gaps: _Optional[_Union[ClassStreams, _Mapping]] = ..., class_steps: _Optional[_Union[ClassStreams, _Mapping]] = ...) -> None: ...
+    class_tables: bytes
+    def __init__(self, regions: _Optional[_Iterable[_Union[_common_pb2.Region, _Mapping]]] = ..., elements: _Optional[int] = ..., changes: _Optional[int] = ..., size: _Optional[int] = ..., blake3: _Optional[bytes] = ..., gaps: _Optional[_Union[IntStream, _Mapping]] = ..., large_gaps: _Optional[_Union[IntStream, _Mapping]] = ..., large_steps: _Optional[_Union[IntStream, _Mapping]] = ..., new_bits_size: _Optional[int] = ..., lanes: _Optional[int] = ..., class_ids: _Optional[bytes] = ..., class_wide: _Optional[bytes] = ..., class_counts: _Optional[_Iterable[int]] = ..., class_gaps: _Optional[_Union[ClassStreams, _Mapping]] = ..., class_steps: _Optional[_Union[ClassStreams, _Mapping]] = ..., class_tables: _Optional[bytes] = ...) -> None: ...
 
 class Piece(_message.Message):
     __slots__ = ("key", "region", "blake3")

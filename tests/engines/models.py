@@ -82,7 +82,9 @@ def stepped(source: Path, target: Path, seed: int, density: float = 0.02, specia
     for name, tensor in sorted(tensors.items()):
         bits = tensor.view(torch.int16).numpy().reshape(-1)
         at = dice.choice(len(bits), max(1, int(density * len(bits))), replace=False)
-        bits[at] += dice.integers(1, 4, len(at)).astype(np.int16) * dice.choice([-1, 1], len(at)).astype(np.int16)
+        steps = dice.integers(1, 4, len(at)).astype(np.int16) * dice.choice([-1, 1], len(at)).astype(np.int16)
+        near_zero = (bits[at] & 0x7FFF) < 4  # of the padding token, say: a step down would end among the NaNs
+        bits[at] += np.where(near_zero, np.abs(steps), steps)
         if special and "embed_tokens" in name:
             bits[-1], bits[-2] = 0x7FC1, np.int16(-0x8000)  # of the last token of the vocabulary, which no prompt has
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})

@@ -17,8 +17,10 @@ from safetensors.torch import load_file
 from servers import Server
 
 import weight_sync
-from weight_sync.adapters.engines.vllm.engine import VllmEngine
+from weight_sync.adapters.engines.worker.remote import RemoteEngine
+from weight_sync.checkpoint import Checkpoint
 from weight_sync.config import Config, load
+from weight_sync.registry import find
 
 HERE = Path(__file__).resolve().parent
 
@@ -35,25 +37,53 @@ class Run:
         return load({**values, "cache_dir": str(self.store.parent / "cache"), **keys})
 
 
+class Trainer:
+    """Publishes versions of one model as they are asked for. A context manager."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self._folder = folder
+        self.run = Run(folder / "store", [models.make(folder / "v0", kind)])
+        self._publisher = weight_sync.Publisher.open(str(self.run.store), base=str(self.run.checkpoints[0]))
+
+    @property
+    def head(self) -> int:
+        """Number of the newest version."""
+        return len(self.run.checkpoints) - 1
+
+    def publish(self, special: bool = False) -> int:
+        """The next version; its number. ``special``: with a NaN and a negative zero."""
+        number = self.head + 1
+        path = models.stepped(self.run.checkpoints[-1], self._folder / f"v{number}", number, special=special)
+        self.run.checkpoints.append(path)
+        assert self._publisher.publish(load_file(path / "model.safetensors")).version == number
+        return number
+
+    def digest(self, number: int) -> str:
+        """Of a whole checkpoint."""
+        return Checkpoint(self.run.checkpoints[number]).digest().hex()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._publisher.close()
+
+
 def publish(folder: Path, kind: str, steps: int) -> Run:
     """Versions 1 to ``steps`` by the real publisher; the last one holds a NaN and a negative zero."""
-    run = Run(folder / "store", [models.make(folder / "v0", kind)])
-    with weight_sync.Publisher.open(str(run.store), base=str(run.checkpoints[0])) as publisher:
+    with Trainer(folder, kind) as trainer:
         for number in range(1, steps + 1):
-            path = models.stepped(
-                run.checkpoints[-1], folder / f"v{number}", number, special=number == steps and kind != "llama-tied"
-            )
-            assert publisher.publish(load_file(path / "model.safetensors")).version == number
-            run.checkpoints.append(path)
-    return run
+            trainer.publish(special=number == steps and kind != "llama-tied")
+        return trainer.run
 
 
 def follow_apart(run: Run, server: Server, version: int, *keys: str, **variables: str) -> subprocess.Popen[str]:
     """A driver in a process of its own, that may die anywhere."""
-    command = [sys.executable, str(HERE / "driver.py"), str(run.store), server.url, str(version), *keys]
+    command = [sys.executable, str(HERE / "driver.py"), server.kind, str(run.store), server.url, str(version), *keys]
     return subprocess.Popen(command, env={**os.environ, **variables}, text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, cwd=run.store.parent)  # fmt: skip
 
 
-def engine_of(run: Run, server: Server, **keys: Any) -> VllmEngine:
-    return VllmEngine(server.url, run.config(**keys))
+def engine_of(run: Run, server: Server, **keys: Any) -> RemoteEngine:
+    engine: RemoteEngine = find("engines", server.kind)(server.url, run.config(**keys))
+    return engine

@@ -1,10 +1,11 @@
-"""Real ``vllm serve`` processes for tests: started, asked, stopped, killed.
+"""Real servers for tests: started, asked, stopped, killed. ``vllm serve`` here; other engines derive.
 
 Owns the processes and plain HTTP. Owns no claim.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 START_S = 900.0  # of a machine that does much else; alone it takes 20 to 45
 TEXT = "def main():\n    import os\n    return os.path.join('a', 'b')\n" * 6
@@ -42,7 +43,15 @@ def free_port() -> int:
 
 
 class Server:
-    """One server; ``ready`` waits for it. A context manager that leaves no process behind."""
+    """One server; ``ready`` waits for it. A context manager that leaves no process behind.
+
+    Attributes:
+        kind: of the engine, as ``weight-sync sidecar --engine`` calls it.
+        environment: that every such server is started with.
+    """
+
+    kind = "vllm"
+    environment: ClassVar[dict[str, str]] = ENVIRONMENT
 
     def __init__(self, model: Path, folder: Path, *options: str, door: str = "transfer", **variables: str) -> None:
         self.model, self.folder, self.port = model, folder, free_port()
@@ -51,26 +60,29 @@ class Server:
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
-    def start(self) -> None:
-        """Also again, after the one before has died."""
+    def command(self) -> list[str]:
+        """What is run."""
         doors = {
             "transfer": ["--weight-transfer-config", '{"backend": "weight_sync"}'],
             "extension": ["--worker-extension-cls", "weight_sync.adapters.engines.vllm.extension.WorkerExtension"],
             "none": [],
         }
-        command = [
+        return [
             str(Path(sys.executable).parent / "vllm"), "serve", str(self.model), "--host", "127.0.0.1",
             "--port", str(self.port), "--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "8",
             "--served-model-name", "tiny", "--enforce-eager", "--distributed-executor-backend",
-            "mp" if "--tensor-parallel-size" in self.options else "uni", "--enable-scale-out",
+            "mp" if "--tensor-parallel-size" in self.options else "uni", *_scale_out(),
             *doors[self.door], *self.options,
         ]  # fmt: skip
+
+    def start(self) -> None:
+        """Also again, after the one before has died."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.log = self.folder / f"vllm-{self.port}.log"
+        self.log = self.folder / f"{self.kind}-{self.port}.log"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder, start_new_session=True,
-                env={**os.environ, **ENVIRONMENT, **self.variables},
+                self.command(), stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder,
+                start_new_session=True, env={**os.environ, **self.environment, **self.variables},
             )  # fmt: skip
 
     def ready(self) -> Server:
@@ -167,6 +179,15 @@ class Server:
             self.signal(signal.SIGKILL)
             self.process.poll()
             time.sleep(0.05)
+
+
+def _scale_out() -> list[str]:
+    """Opens the route that tells versions by token, where this vLLM has it behind an option."""
+    found = importlib.util.find_spec("vllm")
+    assert found is not None and found.origin is not None
+    options = Path(found.origin).parent / "entrypoints" / "launchers" / "cli_args.py"
+    there = options.exists() and "enable_scale_out" in options.read_text()
+    return ["--enable-scale-out"] if there else []
 
 
 def _loaded(data: bytes) -> Any:

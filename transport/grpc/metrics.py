@@ -25,6 +25,7 @@ class Metrics:
         self.sent_bytes = 0
         self.trajectories = 0
         self.watchers = 0
+        self.expecting = 0
         self.sends = 0
         self.acknowledgements: Counter[str] = Counter()  # by state
         self.head = -1
@@ -39,6 +40,15 @@ class Metrics:
             yield
         finally:
             self.watchers -= 1
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """While one more has asked for the next version before there is one."""
+        self.expecting += 1
+        try:
+            yield
+        finally:
+            self.expecting -= 1
 
     @contextmanager
     def sending(self) -> Iterator[None]:
@@ -70,6 +80,7 @@ class Metrics:
         add("far_bytes_total", "counter", "Bytes of objects fetched from far away.", {"": self.far_bytes})
         add("trajectories_total", "counter", "Trajectories with a receipt.", {"": self.trajectories})
         add("watchers", "gauge", "Watchers connected.", {"": self.watchers})
+        add("expecting", "gauge", "Reads of a version that is not there yet.", {"": self.expecting})
         add("sends", "gauge", "Objects being sent.", {"": self.sends})
         states = {f'{{state="{name}"}}': float(n) for name, n in list(self.acknowledgements.items())}
         add("acknowledgements_total", "counter", "Acknowledgements by state.", states)

@@ -9,14 +9,18 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from weight_sync.config import Config
+from weight_sync.cutting import regions_to
 from weight_sync.errors import CorruptionError, InputError, StoreUnavailableError, VersionMissingError
+from weight_sync.history import table_of, view_of
+from weight_sync.layout.box import Regions
 from weight_sync.ports import Folded, ReplicaEnd
 from weight_sync.proto.v1 import common_pb2, manifest_pb2, replica_pb2, service_pb2, trajectory_pb2
+from weight_sync.transport.grpc.ahead import Ahead
 from weight_sync.transport.grpc.client import Client
+from weight_sync.transport.grpc.parts import Parts
 from weight_sync.transport.grpc.telemetry import span
 from weight_sync.transport.grpc.watching import Look, Watcher
 
@@ -28,16 +32,8 @@ _BATCH = 4 << 20  # bytes of trajectories in one message
 _OBJECT = re.compile(r"data/[0-9]{20}/[A-Za-z0-9][A-Za-z0-9._-]{0,400}\.safetensors")
 
 
-@dataclass
-class _Buffer:
-    """What the parts of an object are read into."""
-
-    data: bytearray
-    stored: manifest_pb2.ShardRef | None = None
-
-
 class GrpcReplicaEnd(ReplicaEnd):
-    """A reader's end. ``read`` and ``fold`` may run in several threads; the rest belongs to one.
+    """A reader's end. ``read`` may run in several threads; the rest belongs to one.
 
     Follows one run for life: the named one, else the newest when it first looked.
     """
@@ -50,6 +46,8 @@ class GrpcReplicaEnd(ReplicaEnd):
         self._watcher: Watcher | None = None
         self._pushed: list[Look] = []  # what a wait has just told, for one newest_run and one head
         self._fetched = 0
+        self._reached: tuple[str, int, common_pb2.Form] | None = None  # the last fold that was read
+        self._ahead: Ahead | None = None
         self._lock = threading.Lock()
         self._parallel: ThreadPoolExecutor | None = None
 
@@ -137,6 +135,7 @@ class GrpcReplicaEnd(ReplicaEnd):
             self._watcher = None
         if self._watcher is None:
             self._watcher = Watcher(self._client, self._run or "")
+        self._look_ahead(after)
         look = self._watcher.wait(after, timeout)
         if look is None:
             return None
@@ -175,23 +174,46 @@ class GrpcReplicaEnd(ReplicaEnd):
         self._count(length)
         return buffer
 
-    def fold(self, view: str, have: int, target: int) -> Folded | None:
+    def fold(
+        self, view: str, have: int, target: int, compact: bool = False, regions: Regions | None = None
+    ) -> Folded | None:
         """One object that leads from ``have`` to ``target``, made or chosen by the server; None when it has none."""
-        fold = service_pb2.FoldRequest(view=view, have=have, target=target, form=common_pb2.FORM_STEP)
+        ahead, self._ahead = self._ahead, None
+        self._reached = None
+        with span("fetch", self.run_id(), target, have=have):
+            if regions is not None:
+                return self._fold(view, have, target, common_pb2.FORM_STEP, regions)
+            form = common_pb2.FORM_COMPACT if compact else common_pb2.FORM_STEP
+            offered = None if ahead is None else ahead.take(view, have, target, form, self._client.timeout_s)
+            if offered is not None:
+                self._count(len(offered.data))
+            offered = offered or self._fold(view, have, target, form, {})
+        if offered is not None:
+            self._reached = (view, target, form)
+        return offered
+
+    def _fold(self, view: str, have: int, target: int, form: common_pb2.Form, regions: Regions) -> Folded | None:
+        fold = service_pb2.FoldRequest(view=view, have=have, target=target, form=form)
+        if regions:
+            fold.regions.extend(regions_to(regions, table_of(view_of(self.manifest(target), view))))
         parts = self._client.connections
-        made = _Fold(self._config.staging_bytes, f"fold {have} to {target}")
+        made = Parts(self._config.staging_bytes, f"fold {have} to {target}")
 
         def one(k: int) -> None:
             request = service_pb2.FetchRequest(run_id=self.run_id(), fold=fold, part=k, parts=parts)
             made.arrived(self._client.fetch(request, made.filler(), k))
 
-        with span("fetch", self.run_id(), target, have=have):
-            self._spread(one, parts)
+        self._spread(one, parts)
         if made.absent:
             return None
-        data = made.whole()
-        self._count(len(data))
-        return Folded(data, made.stored)
+        self._count(len(made.whole()))
+        return Folded(made.whole(), made.stored)
+
+    def _look_ahead(self, after: int | None) -> None:
+        """Asks for what leads on from ``after`` before it is there, when that was the last thing that was read."""
+        if self._ahead is None and self._reached is not None and self._reached[1] == after:
+            (view, have, form), self._reached = self._reached, None  # once: when it fails, `fold` asks
+            self._ahead = Ahead(self._client, self.run_id(), view, have, form, self._config.staging_bytes)
 
     def _spread(self, one: Any, parts: int) -> None:
         if parts == 1:
@@ -264,6 +286,8 @@ class GrpcReplicaEnd(ReplicaEnd):
         """Ends a wait in another thread, and the connections."""
         if self._watcher is not None:
             self._watcher.close()
+        if self._ahead is not None:
+            self._ahead.cancel()
         self._client.close()
         if self._parallel is not None:
             self._parallel.shutdown(wait=False)
@@ -276,58 +300,6 @@ def _filler(buffer: memoryview, name: str) -> Any:
         buffer[at : at + len(data)] = data
 
     return fill
-
-
-class _Fold:
-    """An object whose size its first chunk tells; its parts arrive on several connections."""
-
-    def __init__(self, limit: int, name: str) -> None:
-        self._limit, self._name = limit, name
-        self._lock = threading.Lock()
-        self._buffer: memoryview | None = None
-        self._arrived = 0
-        self.absent = False
-        self.stored: manifest_pb2.ShardRef | None = None
-
-    def filler(self) -> Any:
-        """For one part."""
-        start = [0]
-
-        def fill(at: int, data: memoryview, message: service_pb2.Chunk | None) -> None:
-            if message is not None:
-                start[0] = message.start - at
-                self._begin(message)
-            if len(data):
-                buffer, begin = self._buffer, start[0] + at
-                if buffer is None or begin < 0 or begin + len(data) > len(buffer):
-                    raise CorruptionError("a part leaves its object", field=self._name, found=begin + len(data))
-                buffer[begin : begin + len(data)] = data
-
-        return fill
-
-    def _begin(self, message: service_pb2.Chunk) -> None:
-        with self._lock:
-            self.absent = self.absent or message.absent
-            if message.HasField("stored"):
-                self.stored = message.stored
-            if message.size > self._limit:
-                raise CorruptionError("object is larger than may be staged", field=self._name, found=message.size,
-                                      expected=self._limit, do="raise staging_bytes")  # fmt: skip
-            if self._buffer is None:
-                self._buffer = memoryview(bytearray(message.size))
-            elif len(self._buffer) != message.size:
-                raise CorruptionError("object changed while it was read", field=self._name, found=message.size)
-
-    def arrived(self, size: int) -> None:
-        """One part is complete."""
-        with self._lock:
-            self._arrived += size
-
-    def whole(self) -> memoryview:
-        """All bytes. Raises CorruptionError when parts are missing."""
-        if self._buffer is None or self._arrived != len(self._buffer):
-            raise CorruptionError("object is incomplete", field=self._name, found=self._arrived)
-        return self._buffer
 
 
 def _split(batch: Sequence[trajectory_pb2.Trajectory]) -> Iterator[list[trajectory_pb2.Trajectory]]:

@@ -11,8 +11,9 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from weight_sync.contract import ContractCheck
 from weight_sync.ports import OpenedRun, PublisherEnd, Transport
-from weight_sync.proto.v1 import replica_pb2, service_pb2, trajectory_pb2
+from weight_sync.proto.v1 import contract_pb2, manifest_pb2, replica_pb2, service_pb2, trajectory_pb2
 from weight_sync.transport.grpc.reading import Reading
 
 __all__ = ["Inbox", "Receipts", "Registered", "Returns", "StoreReturns"]
@@ -33,6 +34,17 @@ class Registered:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], tuple[float, replica_pb2.EngineDescription]] = {}
+        self._checks: dict[str, ContractCheck] = {}
+
+    def check(
+        self, replica_id: str, contract: contract_pb2.ExecutionContract, manifest: manifest_pb2.VersionManifest
+    ) -> None:
+        """Raises ContractError for an engine that may not serve a version; warns once about one that differs."""
+        if len(self._checks) >= _MOST_REGISTERED:
+            self._checks.clear()  # some are warned about twice
+        check = self._checks.setdefault(replica_id, ContractCheck("none", f"replica {replica_id}"))
+        check.present(contract)
+        check.check(manifest)
 
     def note(self, run_id: str, replica_id: str, description: replica_pb2.EngineDescription, ttl_s: int) -> None:
         """One engine; its tensors, which may be many, are not kept."""

@@ -35,6 +35,7 @@ from weight_sync.transport.grpc.relay import RelayReturns
 from weight_sync.transport.grpc.returns import Inbox, Returns, StoreReturns
 from weight_sync.transport.grpc.security import Guard, server_credentials
 from weight_sync.transport.grpc.service import Service
+from weight_sync.transport.grpc.site import SiteCopy
 
 __all__ = ["Server"]
 
@@ -139,17 +140,23 @@ class Server:
             cache = BlockCache(quota, far, self.metrics)
             self.reading = Reading(self._transport, self._config.run_id, cache, pool, self._relay)
             folds = Folds(quota, pool, self._config.threads)
+            if self._relay and self._config.mirror is not None:
+                folds.site = SiteCopy(self._config, self._transport, folds.add)
             returns = self._returns(self.reading, folder)
             publishing = None if self._relay else Publishing(self.reading, self._transport, folder / "incoming")
             service = Service(self.reading, folds, returns, publishing, self._reader, self.metrics)
             server = self._listening(service)
             try:
                 await server.start()
+                if folds.site is not None:
+                    folds.site.start()
                 self._started.set()
                 await self._stop.wait()
                 await server.stop(_GRACE_S)
             finally:
                 await returns.close()
+                if folds.site is not None:
+                    await asyncio.to_thread(folds.site.close)
                 folds.close()
                 await asyncio.to_thread(self.reading.close)
                 pool.shutdown(wait=False, cancel_futures=True)

@@ -24,6 +24,7 @@ from weight_sync.transport.grpc.wire import CHUNK, write_chunk
 __all__ = ["Service"]
 
 _MOST_PARTS = 256
+_MOST_REGIONS = 1 << 20
 _ENTRIES = 16  # read from the log at a time
 
 
@@ -115,9 +116,12 @@ class Service:
         run = await self._run(request.run_id)
         first = service_pb2.Chunk()
         if request.HasField("fold"):
+            if request.fold.next:
+                request.fold.target = first.target = await self._after(run, request.fold.have)
             blob = await self._fold(run, request.fold, first)
             if blob is None:
-                yield service_pb2.Chunk(absent=True).SerializeToString()
+                first.absent = True
+                yield first.SerializeToString()
                 return
         else:
             blob = await self._reading.open(run, await self._reading.ref(run, request.object.object))
@@ -136,15 +140,26 @@ class Service:
         finally:
             blob.close()
 
+    async def _after(self, run: str, have: int) -> int:
+        """The newest version, once there is one above ``have``."""
+        feed = self._reading.feed(run)
+        info = await self._reading.look(run)
+        head = info.head if info.HasField("head") else None
+        with self.metrics.expected():
+            while head is None or head <= have:
+                state = feed.state
+                head = state.head
+                if head is None or head <= have:
+                    await feed.changed(state)
+        return head
+
     async def _fold(self, run: str, request: service_pb2.FoldRequest, first: service_pb2.Chunk) -> Blob | None:
         check_name("view", request.view)
         if request.have >= request.target:
             raise InputError("nothing to fold", field="have, target", found=(request.have, request.target))
-        if request.regions:
-            raise InputError("folds of parts are not made", field="regions", do="ask for everything")
-        choice, blob = await self._folds.get(
-            lambda: self._open_end(run), run, request.view, request.have, request.target
-        )
+        if len(request.regions) > _MOST_REGIONS:
+            raise InputError("too many regions", field="regions", found=len(request.regions), expected=_MOST_REGIONS)
+        choice, blob = await self._folds.get(lambda: self._open_end(run), run, request)
         if choice.stored is None:
             return blob
         first.stored.CopyFrom(choice.stored)
@@ -160,8 +175,16 @@ class Service:
     async def Register(self, request: service_pb2.RegisterRequest, context: Any) -> service_pb2.RegisterReply:
         run = await self._run(request.run_id)
         check_name("replica_id", request.replica_id)
+        await self._check_contract(run, request)
         self._registered.note(run, request.replica_id, request.description, request.ttl_s)
         return service_pb2.RegisterReply(ttl_s=request.ttl_s)
+
+    async def _check_contract(self, run: str, request: service_pb2.RegisterRequest) -> None:
+        """An engine that does not compute as the newest version's terms demand is not registered: ContractError."""
+        info = await self._reading.look(run)
+        if info.HasField("head"):
+            manifest = (await self._reading.known(run, info.head)).manifest
+            self._registered.check(request.replica_id, request.description.contract, manifest)
 
     async def Heartbeat(self, request: replica_pb2.Lease, context: Any) -> service_pb2.Done:
         run = await self._run(request.version.run_id)

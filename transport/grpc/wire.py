@@ -130,6 +130,7 @@ _STATUS: Sequence[tuple[type[WeightSyncError], grpc.StatusCode]] = (
     (errors.InputError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.CorruptionError, grpc.StatusCode.DATA_LOSS),
     (errors.LineageError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.ContractError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.VersionError, grpc.StatusCode.NOT_FOUND),
     (errors.StoreFullError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.StoreReadOnlyError, grpc.StatusCode.FAILED_PRECONDITION),

@@ -22,8 +22,10 @@ import uuid
 
 from weight_sync.config import Config
 from weight_sync.ports import ReplicaEnd, Transport
+from weight_sync.push import Placed, Receiver
 from weight_sync.transport.rdma.nixl import load_nixl
 from weight_sync.transport.rdma.publisher_end import RdmaPublisherEnd, store_transport
+from weight_sync.transport.rdma.receiver import LocalReceiver
 from weight_sync.transport.rdma.replica_end import RdmaReplicaEnd
 from weight_sync.transport.rdma.wire import parse_address
 
@@ -54,3 +56,7 @@ class RdmaTransport(Transport):
     def replica_end(self, run_id: str | None = None) -> ReplicaEnd:
         """A reader's end. Rank 0, which has the log, reads it where it is."""
         return RdmaReplicaEnd(self._config, run_id) if self._store is None else self._store.replica_end(run_id)
+
+    def receiver(self, placed: Placed) -> Receiver:
+        """For a process of an engine that is driven from another process."""
+        return LocalReceiver(self._config, placed)

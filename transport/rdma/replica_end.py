@@ -16,8 +16,10 @@ from pathlib import Path
 
 from weight_sync.config import Config
 from weight_sync.errors import (
+    ConfigError,
     CorruptionError,
     EngineError,
+    EngineInDoubtError,
     StoreUnavailableError,
     VersionMissingError,
     WeightSyncError,
@@ -46,7 +48,8 @@ class RdmaReplicaEnd(ReplicaEnd):
         self._address = parse_address(config.uri)
         self._connection: Connection | None = None
         self._engine: Engine | None = None
-        self._replica_id, self._view = "", ""
+        self._replica_id = ""
+        self._view: str | None = None
         self._receivers: Sequence[Receiver] = ()
         self._local: LocalReceiver | None = None  # the receiver, when it is of this process
         self._table: tuple[TensorSpec, ...] = ()  # whose tensors land whole; () where the engine says where they lie
@@ -77,8 +80,9 @@ class RdmaReplicaEnd(ReplicaEnd):
             with self._news:
                 self._head = (call.run_info.run_id, call.run_info.head)
                 self._news.notify_all()
-        elif call.WhichOneof("body") == "went" and self._local is not None:
-            self._local.abort(call.went.nonce, error_of(call.went.error))
+        elif call.WhichOneof("body") == "went":
+            for receiver in self._receivers:
+                receiver.abort(call.went.nonce, error_of(call.went.error))
 
     # --- the run ---
 
@@ -167,11 +171,11 @@ class RdmaReplicaEnd(ReplicaEnd):
 
     # --- versions into memory ---
 
-    def place(self, replica_id: str, view: str, engine: Engine) -> None:
+    def place(self, replica_id: str, view: str | None, engine: Engine) -> None:
         """The engine; its memory is registered when the first version is due."""
         self._replica_id, self._view, self._engine = replica_id, view, engine
 
-    def pushed(self, view: str, have: int | None, target: int) -> Pushed | None:
+    def pushed(self, view: str | None, have: int | None, target: int) -> Pushed | None:
         """Has ``target`` written here. None where there is no engine, where it came as a patch (`read` has it then), and
         where memory cannot be registered, which is said once.
         """
@@ -196,7 +200,9 @@ class RdmaReplicaEnd(ReplicaEnd):
         if self._config.rdma.commit == "direct":
             return Pushed(lambda: iter(()), lambda: self._transfer(going), f"version {target} straight into place")
         self._transfer(going)
-        return Pushed(self._pieces, None, f"version {target} by {len(going.senders)} landing")
+        inside = self._local is None
+        where = f"in {len(self._receivers)} engine ranks" if inside else "beside the engine"
+        return Pushed(self._pieces, None, f"version {target} by {len(going.senders)} landing {where}", inside)
 
     def _pieces(self) -> Iterator[DensePiece]:
         for receiver in self._receivers:
@@ -204,19 +210,30 @@ class RdmaReplicaEnd(ReplicaEnd):
 
     def _offer(self, target: int) -> None:
         """Tells the controller of memory that it does not know of yet."""
-        assert self._engine is not None
         connection = self._connected()
-        if not self._receivers:
-            self._receivers = receivers_of(self._engine)
-        if not self._receivers or self._local is not None:
-            self._receivers = self._own(target)
-        for rank, receiver in enumerate(self._receivers):
-            data = receiver.offer(rank, len(self._receivers))
+        for rank, data in enumerate(self._offers(target)):
             if self._told.get(rank) != data:
                 offer = rdma_pb2.OfferTarget.FromString(data)
                 offer.replica_id = self._replica_id
                 connection.request(rdma_pb2.Call(offer_target=offer), self._config.timeout_s)
                 self._told[rank] = data
+
+    def _offers(self, target: int) -> list[bytes]:
+        """Of the engine's own receivers; where it has none, or they cannot, of the one in this process."""
+        assert self._engine is not None
+        if self._local is None and not self._receivers:
+            self._receivers = receivers_of(self._engine)
+        if self._local is None and self._receivers:
+            try:
+                return [receiver.offer(rank, len(self._receivers)) for rank, receiver in enumerate(self._receivers)]
+            except EngineInDoubtError:
+                raise
+            except (ConfigError, EngineError) as error:
+                if self._config.rdma.commit == "direct":
+                    raise
+                _log.warning("the engine's ranks cannot be written into: %s; versions land beside it", error)
+        self._receivers = self._own(target)
+        return [self._receivers[0].offer(0, 1)]
 
     def _own(self, target: int) -> Sequence[Receiver]:
         """The receiver of this process: made once, and again when whole tensors land and they are others now."""

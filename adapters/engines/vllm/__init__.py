@@ -6,10 +6,9 @@
     host.py       one vLLM worker as the core sees it
     in_place.py   keeps CPU weights unpacked, when asked to
     door.py       the control socket in vLLM's API process
-    control.py    the other end of that socket
     engine.py     VllmEngine: the engine port
 
-Owns what is particular to vLLM. The rank's core and the driver of all ranks are adapters/engines/worker/. Nothing here
-imports vLLM before it runs inside vLLM, and nothing compares version numbers: what differs between versions is looked
-at.
+Owns what is particular to vLLM. The rank's core, the socket with its other end, and the driver of all ranks are
+adapters/engines/worker/. Nothing here imports vLLM before it runs inside vLLM, and nothing compares version numbers:
+what differs between versions is looked at.
 """

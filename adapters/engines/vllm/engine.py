@@ -1,15 +1,21 @@
 """VllmEngine: a running vLLM server as an engine, driven over the control socket that our plugin opens in it.
 
-Owns the names: socket, routes, kind. Owns no protocol (control.py) and no weight.
+Owns the names: socket, routes, kind. Owns no protocol (worker/control.py) and no weight.
 """
 
 from __future__ import annotations
 
-from weight_sync.adapters.engines.vllm.control import SocketControl
+from weight_sync.adapters.engines.vllm.door import SUFFIX
+from weight_sync.adapters.engines.worker.control import SocketControl
 from weight_sync.adapters.engines.worker.remote import RemoteEngine
 from weight_sync.config import Config
 
 __all__ = ["VllmEngine"]
+
+_HINT = (
+    'start it with --weight-transfer-config \'{"backend": "weight_sync"}\' on this host, as the same user, in an '
+    "environment that has weight-sync installed"
+)
 
 
 class VllmEngine(RemoteEngine):
@@ -54,4 +60,4 @@ class VllmEngine(RemoteEngine):
 
     def __init__(self, url: str, config: Config) -> None:
         """Opens nothing yet. Raises ConfigError for a URL that cannot be used."""
-        super().__init__(SocketControl(url), config, url)
+        super().__init__(SocketControl(url, "vLLM", SUFFIX, _HINT), config, url)

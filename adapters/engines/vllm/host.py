@@ -14,6 +14,9 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import layerwise
 
+from weight_sync.adapters.engines.worker.hub import local_checkpoint
+from weight_sync.contract import process_contract
+from weight_sync.contract.facts import distribution_version
 from weight_sync.errors import EngineError
 
 __all__ = ["VllmHost"]
@@ -74,6 +77,8 @@ class VllmHost:
             return ""
         if not type(method).__name__.startswith("Unquantized"):
             return f"it is quantised ({type(method).__name__})"
+        if getattr(method, "cpu_fused_moe", None) is not None:
+            return "its experts are laid out for a CPU kernel"
         if getattr(method, "moe_kernel", None) is not None:
             backend = getattr(method, "unquantized_backend", None)
             if _PLAIN_EXPERTS not in str(getattr(backend, "name", backend)).upper():
@@ -118,22 +123,20 @@ class VllmHost:
         """The folder that vLLM loaded; None when it loaded none."""
         if str(self._config.load_config.load_format) in _NO_WEIGHTS:
             return None
-        name = self._config.model_config.model
-        if Path(name).is_dir():
-            return Path(name) if any(Path(name).glob("*.safetensors")) else None
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        try:
-            return Path(snapshot_download(name, revision=self._config.model_config.revision, local_files_only=True))
-        except (LocalEntryNotFoundError, ValueError):
-            return None
+        return local_checkpoint(self._config.model_config.model, self._config.model_config.revision)
 
     def facts(self) -> dict[str, str]:
-        """Version, dtype, parallel sizes, attention backend."""
-        import vllm
+        """How this process computes, by the names of the contract's fields; what is not in force is not claimed.
 
-        parallel = self._config.parallel_config
+        Batch invariance is a switch that only GPUs heed; while it is in force, equal requests get equal bits.
+        """
+        import vllm
+        from vllm import envs
+        from vllm.platforms import current_platform
+
+        model, parallel = self._config.model_config, self._config.parallel_config
+        invariant = bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)) and not current_platform.is_cpu()
+        process = process_contract()
         backends = {
             str(getattr(name, "__name__", name))
             for module in self.model().modules()
@@ -141,13 +144,30 @@ class VllmHost:
         }
         return {
             "engine_version": str(getattr(vllm, "__version__", "")),
+            **{f"kernel_versions.{name}": text for name, text in process.kernel_versions.items()},
+            **{f"kernel_versions.{name}": distribution_version(name) for name in ("flashinfer-python", "triton")},
             "torch": str(torch.__version__),
-            "dtype": str(self._config.model_config.dtype).removeprefix("torch."),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "served_format": str(model.quantization or ""),
+            "model_revision": str(model.revision or ""),
+            "batch_invariant": str(invariant).lower(),
+            "deterministic": str(invariant or process.deterministic).lower(),
+            "data_parallel": str(parallel.data_parallel_size),
+            "sampling.logprobs_mode": str(getattr(model, "logprobs_mode", "")),
+            **{f"sampling.{name}": str(value) for name, value in model.get_diff_sampling_param().items()},
+            "router_replay": _routed(self._config),
             "tensor_parallel": str(parallel.tensor_parallel_size),
             "pipeline_parallel": str(parallel.pipeline_parallel_size),
             "expert_parallel": str(parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1),
             "attention_backend": ",".join(sorted(backends)),
         }
+
+
+def _routed(config: Any) -> str:
+    """Whether answers carry which experts each token went to; "" where vLLM has no such thing."""
+    parts: list[Any] = [getattr(config, name, None) for name in ("aux_output_config", "model_config")]
+    found = [part.enable_return_routed_experts for part in parts if hasattr(part, "enable_return_routed_experts")]
+    return str(any(found)).lower() if found else ""
 
 
 class _Part:

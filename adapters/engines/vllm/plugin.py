@@ -16,6 +16,9 @@ import sys
 from contextlib import suppress
 from typing import Any
 
+from weight_sync.adapters.engines.switches import set_environment
+from weight_sync.config import wanted_profile
+
 __all__ = ["BACKEND", "register", "wanted"]
 
 BACKEND = "weight_sync"
@@ -25,7 +28,10 @@ _log = logging.getLogger("weight_sync.vllm")
 
 
 def register() -> None:
-    """Registers the weight-transfer engine, the control socket and, on CPUs, the choice to keep weights unpacked."""
+    """Registers the weight-transfer engine, the control socket and, on CPUs, the choice to keep weights unpacked; sets the
+    switches of the profile that WEIGHT_SYNC_PROFILE names.
+    """
+    set_environment(wanted_profile(), "vllm")  # before vLLM reads it
     for step in (_register_transfer, _register_door, _register_in_place):
         try:
             step()

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from weight_sync.adapters.engines.worker.landing import Landing
 from weight_sync.adapters.engines.worker.rank import Host, Rank
-from weight_sync.adapters.engines.worker.wire import Reply, encode_bytes, encode_error, encode_table
+from weight_sync.adapters.engines.worker.wire import Reply, decode_bytes, encode_bytes, encode_error, encode_table
 from weight_sync.errors import EngineError, EngineInDoubtError
 from weight_sync.layout.coverage import encode_summary, summarise
 
@@ -31,6 +32,7 @@ class WorkerCore:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight_sync-rank")
         self._job: Future[Reply] | None = None
         self._rank: Rank | None = None
+        self._lands: Landing | None = None
         self._verbs: dict[str, Callable[..., Reply]] = {
             "attach": self._attach,
             "adopt": self._adopt,
@@ -39,6 +41,12 @@ class WorkerCore:
             "poll": self._poll,
             "commit": self._commit,
             "rollback": self._rollback,
+            "land_offer": lambda keys: self._landing().offer(keys, self._host.rank, self._host.world_size),
+            "land_expect": lambda going: self._landing().expect(going),
+            "land_wait": lambda within: self._start(lambda: self._landing().wait(within)),
+            "land_abort": lambda **given: self._landing().abort(**given),
+            "land_close": self._land_close,
+            "stage_landed": lambda **given: self._start(lambda: self._stage_landed(**given)),
         }
 
     def call(self, verb: str, arguments: Mapping[str, Any]) -> Reply:
@@ -47,6 +55,10 @@ class WorkerCore:
             reply = self._verbs[verb](**arguments)
         except Exception as error:
             reply = encode_error(error)
+        return self.signed(reply)
+
+    def signed(self, reply: Reply) -> Reply:
+        """An answer with who gives it."""
         return {"epoch": self._epoch, "rank": self._host.rank, "world": self._host.world_size, **reply}
 
     # --- in the background ---
@@ -103,6 +115,24 @@ class WorkerCore:
         if rank is None:
             raise EngineInDoubtError("the rank is not attached: the engine was started anew", do="sync again")
         rank.stage(folder, token, keep_undo)
+        return {"staged": token}
+
+    def _landing(self) -> Landing:
+        if self._rank is None:
+            raise EngineInDoubtError("the rank is not attached: the engine was started anew", do="sync again")
+        if self._lands is None:
+            self._lands = Landing(self._rank.placed)
+        return self._lands
+
+    def _land_close(self) -> Reply:
+        if self._lands is not None:
+            self._lands.close()
+        return {}
+
+    def _stage_landed(self, token: str, target: str, keep_undo: bool, direct: bool) -> Reply:
+        landing, rank = self._landing(), self._rank
+        assert rank is not None
+        rank.stage_landed(decode_bytes(target), token, landing.pieces, keep_undo, direct)
         return {"staged": token}
 
     def _commit(self, token: str) -> Reply:

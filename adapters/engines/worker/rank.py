@@ -6,9 +6,9 @@ Owns what is written in place and what is reloaded from copies, and the order of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,7 +23,9 @@ from weight_sync.config import crash_point
 from weight_sync.errors import EngineError, EngineInDoubtError, WeightSyncError
 from weight_sync.layout.placement import Layout
 from weight_sync.layout.storage import flat_storage
-from weight_sync.ports import Update
+from weight_sync.ports import DensePiece, Update
+from weight_sync.proto.v1 import common_pb2, manifest_pb2
+from weight_sync.push import LAND, Placed
 
 __all__ = ["Host", "Rank"]
 
@@ -147,10 +149,27 @@ class Rank:
 
     # --- one update ---
 
+    def placed(self) -> Placed:
+        """Where versions may be written."""
+        return Placed(self.layout, self._storages)
+
+    def stage_landed(
+        self, target: bytes, token: str, pieces: Callable[[], Iterator[DensePiece]], keep_undo: bool, direct: bool
+    ) -> None:
+        """As `stage`, of a full version that lies in this rank's receiver; ``direct``: that will lie in place."""
+        version = common_pb2.VersionId.FromString(target)
+        extra: dict[str, Any] = {LAND: lambda: None} if direct else {}
+        table = self.layout.tensors
+        update = Update(version, Digest(), table, (), pieces, (), True, manifest_pb2.VersionManifest(), extra)
+        self._prepare(update, token, keep_undo)
+
     def stage(self, folder: str, token: str, keep_undo: bool) -> None:
         """Prepares while the engine serves; drops the undo log. Raises EngineError, FormatError; nothing has changed."""
         self.phase, self.token = "idle", token
-        update = read_staged(folder)
+        self._prepare(read_staged(folder), token, keep_undo)
+
+    def _prepare(self, update: Update, token: str, keep_undo: bool) -> None:
+        self.phase, self.token = "idle", token
         if not self._copies.known and not update.full:
             raise EngineInDoubtError("the weights in place are not known", do="sync again: it loads a full state")
         self._store.stage(update, keep_undo=keep_undo and self._copies.known)

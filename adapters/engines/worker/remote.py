@@ -9,9 +9,11 @@ from __future__ import annotations
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from weight_sync.adapters.engines.worker.facts import contract_of
+from weight_sync.adapters.engines.worker.landing import Landings
 from weight_sync.adapters.engines.worker.ranks import Ranks, unheld
 from weight_sync.adapters.engines.worker.staging import Staging
 from weight_sync.adapters.engines.worker.wire import (
@@ -20,13 +22,15 @@ from weight_sync.adapters.engines.worker.wire import (
     decode_digests,
     decode_error,
     decode_table,
+    encode_bytes,
 )
 from weight_sync.codec.digest import Digest
 from weight_sync.config import Config
 from weight_sync.errors import DeadlineError, EngineError, EngineInDoubtError, WeightSyncError
 from weight_sync.layout.coverage import decode_summary
 from weight_sync.ports import PauseMode, Update
-from weight_sync.proto.v1 import common_pb2, contract_pb2, replica_pb2
+from weight_sync.proto.v1 import common_pb2, replica_pb2
+from weight_sync.push import LAND, LANDED, Receiver
 from weight_sync.tensors import TensorSpec
 
 __all__ = ["Control", "RemoteEngine", "version_text"]
@@ -85,6 +89,8 @@ class RemoteEngine:
         self._epochs: list[str] = []
         self._token = ""
         self._known = False  # whether there is a version to go back to
+        self._land: Callable[[], None] | None = None
+        self._landings: Landings | None = None
         self.copied: dict[str, str] = {}
 
     # --- asking all ranks ---
@@ -111,11 +117,15 @@ class RemoteEngine:
 
     def _wait(self, verb: str, **arguments: Any) -> list[Reply]:
         """The answers to work that ranks do in the background while they serve."""
-        limit = self._config.timeout_s
+        return self._wait_for(verb, self._config.timeout_s, lambda: None, **arguments)
+
+    def _wait_for(self, verb: str, limit: float, between: Callable[[], None], **arguments: Any) -> list[Reply]:
+        """The same within ``limit`` seconds; ``between`` is called before each look."""
         end = time.monotonic() + limit
         self._ask(verb, limit, **arguments)
         pause = _LOOK_S[0]
         while True:
+            between()
             left = end - time.monotonic()
             if left <= 0:
                 raise DeadlineError("the engine's ranks took too long", field=verb, expected=f"within {limit:g} s",
@@ -178,18 +188,8 @@ class RemoteEngine:
             world_size=ranks,
             host=socket.gethostname(),
             versions={self.kind: facts.get("engine_version", ""), "torch": facts.get("torch", "")},
-            contract=contract_pb2.ExecutionContract(
-                served_format=facts.get("dtype", ""), compute_dtype=facts.get("dtype", ""),
-                attention_backend=facts.get("attention_backend", ""),
-                kernel_versions={"torch": facts.get("torch", "")},
-                engine=self.kind,
-                engine_version=facts.get("engine_version", ""),
-                tensor_parallel=int(facts.get("tensor_parallel", "1")),
-                pipeline_parallel=int(facts.get("pipeline_parallel", "1")),
-                expert_parallel=int(facts.get("expert_parallel", "1")),
-                data_parallel=int(facts.get("data_parallel", "1")),
-            ),
-        )  # fmt: skip
+            contract=contract_of(self.kind, facts),
+        )
 
     def stage(self, update: Update) -> None:
         """Lays the version out for all ranks and lets them prepare while they serve.
@@ -198,14 +198,19 @@ class RemoteEngine:
         """
         self._need()
         self._token = ""
-        try:
-            folder = self._staging.write(update)
-            token = uuid.uuid4().hex
-            keep = self._known or not update.full
-            self._wait("stage", folder=str(folder), token=token, keep_undo=keep)
-        except BaseException:
-            self._staging.drop()
-            raise
+        self._land = update.extra.get(LAND)
+        token = uuid.uuid4().hex
+        keep = self._known or not update.full
+        if self._land is not None or LANDED in update.extra:
+            target = encode_bytes(update.target.SerializeToString())
+            self._wait("stage_landed", token=token, target=target, keep_undo=keep, direct=self._land is not None)
+        else:
+            try:
+                folder = self._staging.write(update)
+                self._wait("stage", folder=str(folder), token=token, keep_undo=keep)
+            except BaseException:
+                self._staging.drop()
+                raise
         self._token = token
 
     def commit(self) -> Digest:
@@ -217,6 +222,7 @@ class RemoteEngine:
         if not self._token:
             raise EngineError("nothing is staged", do="call stage first")
         try:
+            self._let_in()
             total = self._total(self._surely("commit"))
         except EngineInDoubtError:
             self._known = False
@@ -228,6 +234,26 @@ class RemoteEngine:
             self._staging.drop()
         self._known = True
         return total
+
+    def _let_in(self) -> None:
+        """Bits that go straight into live weights; whatever goes wrong, nobody knows what lies there then."""
+        land, self._land = self._land, None
+        if land is None:
+            return
+        self._known = False
+        try:
+            land()
+        except WeightSyncError as error:
+            raise EngineInDoubtError("a version was written half into the live weights", found=str(error),
+                                     do="sync again: it loads a full state") from error  # fmt: skip
+
+    def receivers(self) -> Sequence[Receiver]:
+        """For push transports: one per rank; none where patches land beside the engine, which need the parent's bits."""
+        if self._ranks is None or self._config.rdma.ring_bytes:
+            return ()
+        if self._landings is None:
+            self._landings = Landings(self._ask, self._wait_for, self._config, len(self._epochs))
+        return self._landings.receivers
 
     def rollback(self) -> Digest:
         """Inside the fence: the bits before the last commit, on all ranks. May be called again."""

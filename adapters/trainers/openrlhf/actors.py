@@ -48,8 +48,9 @@ def rollout_actor(base: Any, block: dict[str, Any], lora: str) -> Any:
 
     class RolloutRayActor(base):  # type: ignore[misc]
         async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]  # Ray awaits it
-            from weight_sync.adapters.trainers.openrlhf.rollout import Rollout
+            from weight_sync.adapters.trainers.openrlhf.rollout import Rollout, switch_engine
 
+            switch_engine(block)
             self.weight_sync = Rollout(block, lora, kwargs)
             kwargs["worker_extension_cls"] = EXTENSION
             kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **IN_PLACE}

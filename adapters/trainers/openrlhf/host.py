@@ -18,6 +18,7 @@ from weight_sync.adapters.trainers.lora import adapter_config
 from weight_sync.adapters.trainers.metrics import PREFIX
 from weight_sync.config import Config
 from weight_sync.consensus import together
+from weight_sync.contract.facts import distribution_version
 from weight_sync.errors import ConfigError, EngineError
 from weight_sync.group import default_group
 from weight_sync.ports import Group
@@ -55,6 +56,14 @@ class OpenRlhfHost(TrainerHost):
         self._step = step
         self._resumes = step > 0  # OpenRLHF then syncs once before it trains
         self._followed = False
+
+    def execution(self) -> dict[str, Any]:
+        """Of the module that DeepSpeed trains."""
+        return {
+            "model": self._model, "engine_version": distribution_version("openrlhf"),
+            "kernel_versions": {"deepspeed": distribution_version("deepspeed")},
+            **({} if self._tensor_parallel else {"tensor_parallel": 1, "data_parallel": self._group.size}),
+        }  # fmt: skip
 
     def source(self) -> Source:
         """What this rank holds; collective where something has to be gathered."""

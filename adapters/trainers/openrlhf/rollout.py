@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weight_sync.replica import Replica
 
-__all__ = ["Rollout"]
+__all__ = ["Rollout", "switch_engine"]
+
+
+def switch_engine(block: Mapping[str, Any]) -> None:
+    """Before vLLM starts in this process: tells weight_sync's plugin in it which profile to set switches for."""
+    from weight_sync.adapters.trainers.block import read_block
+
+    profile = read_block({key: value for key, value in block.items() if key != "lora"}).contract.profile
+    if profile != "native":
+        os.environ["WEIGHT_SYNC_PROFILE"] = profile
 
 
 class Rollout:
@@ -77,8 +88,8 @@ def _name() -> str:
 
 def _control(llm: Any, loop: asyncio.AbstractEventLoop) -> Any:
     """The engine's door without its socket; pausing is the host's own."""
-    from weight_sync.adapters.engines.vllm.control import DoorControl
     from weight_sync.adapters.engines.vllm.door import Door
+    from weight_sync.adapters.engines.worker.control import DoorControl
     from weight_sync.adapters.engines.worker.wire import Reply, decode_error
     from weight_sync.errors import DeadlineError
     from weight_sync.ports import PauseMode

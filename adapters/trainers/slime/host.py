@@ -13,6 +13,7 @@ from weight_sync.adapters.trainers.base import SHARD, TrainerHost
 from weight_sync.adapters.trainers.slime.megatron import GATHERED, Conversion, split_paths
 from weight_sync.checkpoint import Checkpoint
 from weight_sync.config import Config
+from weight_sync.contract.facts import distribution_version
 from weight_sync.errors import ConfigError, InputError, UntraceableError
 from weight_sync.layout.placement import Layout
 from weight_sync.ports import Group
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["SlimeHost"]
+
+_SIZES = {
+    "tensor_parallel": "tensor_model_parallel_size", "pipeline_parallel": "pipeline_model_parallel_size",
+    "expert_parallel": "expert_model_parallel_size", "data_parallel": "data_parallel_size",
+}  # fmt: skip
 
 
 class SlimeHost(TrainerHost):
@@ -39,6 +45,8 @@ class SlimeHost(TrainerHost):
         self, config: Config, group: Group, conversion: Conversion,
         backup: Callable[[], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:  # fmt: skip
+        if conversion.quantization is not None and config.scheme is None and not config.views:
+            config = config.replace(scheme="cast")  # slime quantises itself: what it makes goes out as it is
         super().__init__(config, group)
         if config.base is None:
             raise ConfigError("no checkpoint to check names against", field="weight_sync.base",
@@ -46,6 +54,21 @@ class SlimeHost(TrainerHost):
         self._table = Checkpoint(config.base).table
         self._conversion, self._backup = conversion, backup
         self._learnt: tuple[object, Layout, set[str], bool] | None = None
+
+    def execution(self) -> dict[str, Any]:
+        """Of Megatron, by slime's arguments, which are what it was built with."""
+        args = self._conversion.args
+        sizes = {field: getattr(args, name, None) for field, name in _SIZES.items()}
+        libraries = {name: distribution_version(name) for name in ("megatron-core", "transformer-engine")}
+        attention = getattr(args, "attention_backend", None)
+        return {
+            **sizes, "engine_version": distribution_version("slime"),
+            "compute_dtype": str(getattr(args, "params_dtype", "") or "").removeprefix("torch."),
+            "attention_backend": str(getattr(attention, "name", attention or "")),
+            "deterministic": getattr(args, "deterministic_mode", None),
+            "router_replay": getattr(args, "use_rollout_routing_replay", None),
+            "kernel_versions": {name: version for name, version in libraries.items() if version},
+        }  # fmt: skip
 
     def source(self) -> HeldTensors:
         """This rank's parameters, and what has to be gathered."""

@@ -42,18 +42,21 @@ class Conversion:
         args: slime's.
         model: its model chunks.
         model_name, quantization_config: as slime hands them to an updater.
+
+    Attributes:
+        args: as given.
     """
 
     def __init__(
         self, updater: Any, args: Any, model: Sequence[Any], model_name: str, quantization_config: Any
     ) -> None:
-        self._updater, self._args, self._model = updater, args, model
+        self._updater, self.args, self._model = updater, args, model
         self._model_name, self.quantization = model_name, quantization_config
         self._named: Any = sys.modules[updater.__module__].named_params_and_buffers
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """This rank's parameters as they are, by slime's names, which are the same in all parallel layouts."""
-        return dict(self._named(self._args, self._model))
+        return dict(self._named(self.args, self._model))
 
     # --- learning ---
 
@@ -91,7 +94,7 @@ class Conversion:
         options: dict[str, Any] = {"model_name": self._model_name, "quantization_config": quantization}
         if "is_lora" in inspect.signature(self._updater.__init__).parameters:
             options["is_lora"] = False  # miles
-        reader = self._updater(self._args, model, dict, **options)
+        reader = self._updater(self.args, model, dict, **options)
         reader._is_pp_src_rank = _is_source() if everywhere is None else everywhere
         for chunks in (reader._iter_non_expert_chunks(), reader._iter_expert_chunks()):
             for chunk in chunks:
@@ -106,7 +109,7 @@ class Conversion:
 
     def copies(self, table: Sequence[TensorSpec]) -> set[str]:
         """Names that slime sends beside the table's, of memory that is served under another name."""
-        tied = not getattr(self._args, "untie_embeddings_and_output_weights", True)
+        tied = not getattr(self.args, "untie_embeddings_and_output_weights", True)
         return _COPIES - {spec.name for spec in table} if tied else set()
 
     def layout(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weight_sync.adapters.trainers.base import SHARD, TrainerHost
 from weight_sync.checkpoint import Checkpoint
 from weight_sync.config import Config
+from weight_sync.contract.facts import computes_in, distribution_version
 from weight_sync.errors import ConfigError, TensorError
 from weight_sync.layout.learn import learn_named
 from weight_sync.ports import Group
@@ -60,6 +61,15 @@ class VerlHost(TrainerHost):
         self._table = {spec.name: spec for spec in Checkpoint(config.base).table}
         self.engine: Any = None
         self.weights: Iterable[tuple[str, torch.Tensor]] = ()
+
+    def execution(self) -> dict[str, Any]:
+        """Of verl's training engine, once it is bound."""
+        module = getattr(self.engine, "module", None)
+        model = None if isinstance(module, list | tuple) else module
+        return {
+            "model": model, "engine_version": distribution_version("verl"), "data_parallel": self._group.size,
+            "compute_dtype": "" if model is None else computes_in(model),
+        }  # fmt: skip
 
     def source(self) -> Source:
         """The FSDP2 module, or this rank's share of the full tensors."""

@@ -1,8 +1,8 @@
 """The driver's end of the control socket: finds the server's socket, asks, and keeps to its limits. And without a socket,
 for a driver that lives in the server's own process.
 
-Owns the discovery and the request. Owns no meaning of a call (door.py answers, worker/core.py acts). Each call opens a
-connection of its own, so threads do not meet and a server that was started anew is found again.
+Owns the discovery and the request. Owns no meaning of a call (the engine's door answers, core.py acts). Each call opens
+a connection of its own, so threads do not meet and a server that was started anew is found again.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from weight_sync.config import runtime_dir
 from weight_sync.errors import ConfigError, DeadlineError, EngineError
 from weight_sync.ports import PauseMode
 
-__all__ = ["SUFFIX", "DoorControl", "SocketControl"]
+__all__ = ["DoorControl", "SocketControl"]
 
-SUFFIX = ".vllm.sock"
 _HELLO_S = 5.0  # longest wait for a server that says who it is
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class DoorControl(ABC):
-    """The calls of ``weight_sync.adapters.engines.worker.remote.Control`` in the words of a `Door`."""
+    """The calls of ``weight_sync.adapters.engines.worker.remote.Control`` in the words of a door."""
 
     @abstractmethod
     def _ask(self, call: str, limit: float, **arguments: Any) -> Reply:
@@ -39,7 +38,7 @@ class DoorControl(ABC):
 
     def ranks(self, verb: str, arguments: Mapping[str, Any], limit: float) -> list[Reply]:
         """Calls every rank's core."""
-        replies = self._ask("ranks", limit, verb=verb, arguments=dict(arguments))["ranks"]
+        replies = self._ask("ranks", limit, verb=verb, arguments=dict(arguments), within=limit)["ranks"]
         return list(replies)
 
     def pause(self, mode: PauseMode, limit: float) -> None:
@@ -56,7 +55,7 @@ class DoorControl(ABC):
         self._ask("clear", limit)
 
     def announce(self, text: str, limit: float) -> None:
-        """Sets vLLM's own weight version."""
+        """Sets the engine's own weight version."""
         self._ask("announce", limit, text=text)
 
     def alive(self, limit: float) -> bool:
@@ -72,9 +71,15 @@ class DoorControl(ABC):
 
 
 class SocketControl(DoorControl):
-    """Of the server at ``url``, on this host."""
+    """Of the server at ``url``, on this host.
 
-    def __init__(self, url: str) -> None:
+    Args:
+        engine: as users call it.
+        suffix: of the names of its sockets.
+        hint: what to do when there is none.
+    """
+
+    def __init__(self, url: str, engine: str, suffix: str, hint: str) -> None:
         try:
             parts = urlsplit(url)
             port = parts.port or _DEFAULT_PORTS.get(parts.scheme)
@@ -83,6 +88,7 @@ class SocketControl(DoorControl):
         if port is None or not parts.hostname:
             raise ConfigError("not a URL", field="engine_url", found=url, expected="http://host:port")
         self._url, self._port = url, port
+        self._engine, self._suffix, self._hint = engine, suffix, hint
         self._path: Path | None = None
 
     def _ask(self, call: str, limit: float, **arguments: Any) -> Reply:
@@ -92,14 +98,14 @@ class SocketControl(DoorControl):
             path = self._path = self._find(limit)
         reply = _request(path, {"call": call, **arguments}, max(0.001, end - time.monotonic()))
         if "error" in reply:
-            raise decode_error(reply, "vLLM")
+            raise decode_error(reply, self._engine)
         return reply
 
     def _find(self, limit: float) -> Path:
         """The socket of the server that listens on our port; sockets that dead servers left are removed."""
         folder = runtime_dir()
         seen = []
-        for path in sorted(folder.glob(f"*{SUFFIX}")):
+        for path in sorted(folder.glob(f"*{self._suffix}")):
             try:
                 hello = _request(path, {"call": "hello"}, min(limit, _HELLO_S))
             except DeadlineError:
@@ -110,10 +116,8 @@ class SocketControl(DoorControl):
             if self._port in hello.get("ports", ()):
                 return path
             seen.append(f"ports {hello.get('ports')}")
-        raise EngineError("no vLLM server with weight_sync listens there", field=self._url,
-                          found=", ".join(seen) or f"no socket in {folder}",
-                          do="start it with --weight-transfer-config '{\"backend\": \"weight_sync\"}' on this host, as "
-                          "the same user, in an environment that has weight-sync installed")  # fmt: skip
+        raise EngineError(f"no {self._engine} server with weight_sync listens there", field=self._url,
+                          found=", ".join(seen) or f"no socket in {folder}", do=self._hint)  # fmt: skip
 
 
 def _request(path: Path, message: Mapping[str, Any], limit: float) -> Reply:
