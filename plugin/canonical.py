@@ -61,4 +61,9 @@ def compact_way(
 
 def old_of(bits: Bits) -> Callable[[FrameBox], npt.NDArray[Any]]:
     """What `decode_frame` asks for: the elements of a box before the change, contiguous."""
-    return lambda box: np.ascontiguousarray(box.coords.view(bits(box.spec))).reshape(-1)
+
+    def old(box: FrameBox) -> npt.NDArray[Any]:
+        found = np.ascontiguousarray(box.coords.view(bits(box.spec))).reshape(-1)
+        return found if found.flags.writeable else found.copy()  # else kernels are compiled anew, for read-only arrays
+
+    return old

@@ -302,9 +302,7 @@ class Replica:
         self._contract.check(newest)
         digest = Digest.from_proto(description.digest) if description.HasField("digest") else None
         found = None if digest is None else recognise(end, {self.config.view: digest}, head)
-        if (
-            found is None and self._fence.state != State.REPLICA_STATE_IN_DOUBT
-        ):  # in doubt it did fit, and may be half-way
+        if found is None and self._fence.state != State.REPLICA_STATE_IN_DOUBT:  # then it did fit, maybe half-way
             check_fits(description, table)
         if found is not None:
             self._fence.take(found)

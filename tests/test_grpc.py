@@ -352,4 +352,4 @@ def test_metrics_are_a_page_for_prometheus(tmp_path: Path, stack: ExitStack) -> 
     assert 'weight_sync_acknowledgements_total{state="REPLICA_STATE_SERVING"} 1' in text
     assert 'weight_sync_calls_total{call="Commit",outcome="ok"} 1' in text
     lines = text.splitlines()
-    assert len([line for line in lines if line.startswith("# TYPE")]) == 9 and "" not in lines
+    assert len([line for line in lines if line.startswith("# TYPE")]) == 10 and "" not in lines

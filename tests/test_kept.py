@@ -37,7 +37,9 @@ class Far:
             def local(self, ref: Any) -> Path | None:
                 return None
 
-            def fold(self, view: str, have: int, target: int) -> Folded | None:
+            def fold(
+                self, view: str, have: int, target: int, compact: bool = False, regions: Any = None
+            ) -> Folded | None:
                 return None
 
             def read(self, ref: Any, offset: int, length: int) -> memoryview:

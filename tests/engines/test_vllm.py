@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from runs import Run, engine_of, follow_apart, publish
+from safetensors.torch import load_file
 from servers import TEXT, Server
 
 import weight_sync
@@ -69,6 +72,28 @@ def test_every_version_answers_as_a_fresh_engine_does(
             fresh.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
             fresh.post("/reset_prefix_cache", {})
             assert fresh.complete() == answers[number], f"version {number}"
+
+
+@pytest.mark.skipif(find_spec("nixl_cu12") is None, reason="needs nixl-cu12 in vLLM's environment")
+@pytest.mark.parametrize("commit", ["shadow", "direct"])
+def test_rdma_writes_land_in_the_workers_own_memory(
+    run: Run, server: Server, answers: dict[int, Any], commit: str
+) -> None:
+    moved(run, server, 0)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    keys = {"uri": f"rdma://127.0.0.1:{port}", "rdma": {"commit": commit}, "cache_dir": None}
+    with weight_sync.Publisher.open(run.config(**keys), base=str(run.checkpoints[0])) as publisher:
+        engine = engine_of(run, server, **keys)
+        with weight_sync.Replica.open(run.config(**keys), engine) as replica:
+            for number in (1, 2):
+                publisher.publish(load_file(run.checkpoints[number] / "model.safetensors"), step=number)
+                report = replica.sync(min_version=number)
+                assert "in 1 engine ranks" in report.path or "straight into place" in report.path, report.path
+                assert report.digest == Checkpoint(run.checkpoints[number]).digest().hex() == engine.audit().hex()
+                assert server.complete() == answers[number]
+        engine.close()
 
 
 def test_it_keeps_the_promises_of_the_port(run: Run, server: Server, answers: dict[int, Any]) -> None:

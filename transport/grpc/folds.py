@@ -27,7 +27,7 @@ from weight_sync.transport.grpc.site import SiteCopy
 __all__ = ["Choice", "Folds", "Way", "choose"]
 
 _REMEMBERED = 64  # choices of stored shards
-_SITE_S = 30.0  # longest wait for the copy of this site to move on, before steps are fetched
+_SITE_S = 10.0  # longest wait for the copy of this site to move on, before steps are fetched
 _LONGEST = 1000  # patches in one fold: a reader that is further behind takes an anchor, or patches
 
 
