@@ -344,14 +344,15 @@ def load(source: Mapping[str, Any] | str | Path, **overrides: Any) -> Config:
             data = yaml.safe_load(Path(source).read_text())
         except OSError as error:
             raise ConfigError("cannot read the configuration", field=str(source), found=error.strerror) from error
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigError("not YAML", field=str(source), found=str(error)) from error
     else:
         data = dict(source)
     if isinstance(data, dict) and set(data) == {"weight_sync"}:
         data = data["weight_sync"]
     if not isinstance(data, dict):
-        raise ConfigError("configuration is not a mapping", found=type(data).__name__, expected="key: value lines")
+        where = str(source) if isinstance(source, str | Path) else ""
+        raise ConfigError("not a mapping", field=where, found=type(data).__name__, expected="key: value lines")
     data = _nested({**data, **overrides})
     try:
         return Config(**data)

@@ -111,11 +111,12 @@ def named_source(source: Source) -> torch.nn.Module | dict[str, torch.Tensor] | 
         )  # fmt: skip
     pairs = source.items() if isinstance(source, Mapping) else source
     named: dict[str, torch.Tensor] = {}
-    for name, tensor in pairs:
+    for pair in pairs:
+        name, tensor = pair if isinstance(pair, tuple) and len(pair) == 2 else (pair, None)
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise TensorError(
-                "not a named tensor", field=repr(name), found=f"{type(name).__name__} and {type(tensor).__name__}",
-                expected="str and torch.Tensor",
+                "not a named tensor", field="source", found=f"{type(name).__name__} and {type(tensor).__name__}",
+                expected="pairs of str and torch.Tensor",
             )  # fmt: skip
         if name in named:
             raise TensorError("tensor is offered twice", field="name", found=name, do="publish each tensor once")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 from file_store import check_everything_readable, objects, opened, publish, reader, shard, version
+from trajectory_cases import make
 
 from weight_sync.config import Config
 from weight_sync.errors import (
@@ -310,7 +311,7 @@ def test_wants_are_answered_by_a_stored_anchor_and_withdrawn_by_a_serving_replic
 
 
 def batch(*ids: str) -> list[trajectory_pb2.Trajectory]:
-    return [trajectory_pb2.Trajectory(id=name, run_id="r", output_token_ids=[1, 2]) for name in ids]
+    return [make(name, run_id="r") for name in ids]
 
 
 def test_trajectories_arrive_once_and_duplicates_are_said_to_be_such(config: Config) -> None:

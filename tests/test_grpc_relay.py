@@ -18,6 +18,7 @@ from waiting import until
 from weight_sync import Publisher, Replica
 from weight_sync.checkpoint import Checkpoint
 from weight_sync.config import Config
+from weight_sync.errors import LineageError, TrajectoryError
 from weight_sync.ports import ShardBytes
 from weight_sync.proto.v1 import common_pb2, manifest_pb2, replica_pb2
 from weight_sync.transport.file import FileTransport
@@ -132,6 +133,37 @@ def unwritable(folder: Path) -> Iterator[None]:
     finally:
         folder.unlink()
         away.rename(folder)
+
+
+def test_a_trajectory_that_the_trainer_would_refuse_gets_no_receipt_and_holds_up_nobody(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    publisher = stack.enter_context(
+        Publisher.open(
+            "grpc://127.0.0.1:0", store=str(tmp_path / "run"), inbox=str(tmp_path / "inbox.sqlite"), **COMMON
+        )
+    )
+    publisher.publish(model(0), step=0)
+    _, behind = relayed(str(publisher._end.server.address), stack, cache_dir=str(tmp_path / "cache"))  # type: ignore[attr-defined]
+    run = publisher.run_id
+    with closing(GrpcTransport(client_of(behind.uri)).replica_end()) as end:
+        end.send_trajectories([make("good", run_id=run)])
+        for bad in (
+            make("hole", run_id=run, spans=[]),
+            make("far", run_id="run-x"),
+            make("nan", run_id=run, reward=float("nan")),
+        ):
+            with pytest.raises((TrajectoryError, LineageError)):
+                end.send_trajectories([make(f"beside-{bad.id}", run_id=run), bad])
+        end.send_trajectories([make("hole", run_id=run), make("later", run_id=run)])  # mended, under the same id
+    found: list[str] = []
+
+    def arrived() -> bool:
+        found.extend(t.id for t in publisher.take_trajectories())
+        return len(found) >= 3
+
+    until(arrived)
+    assert sorted(found) == ["good", "hole", "later"]
 
 
 def test_the_trainer_sees_a_site_as_one_replica(tmp_path: Path, stack: ExitStack) -> None:

@@ -23,11 +23,11 @@ from loop import (
     same_bits,
     versions,
 )
+from trajectory_cases import make
 
 from weight_sync import Publisher, Replica
 from weight_sync.config import Config
 from weight_sync.errors import CorruptionError, EpochFencedError, StoreUnavailableError
-from weight_sync.proto.v1 import trajectory_pb2
 from weight_sync.testing import MemoryEngine
 from weight_sync.transport.file.store import Store
 
@@ -49,7 +49,7 @@ def test_the_whole_loop_runs_on_a_bucket(keys: Config) -> None:
                     assert report is not None and report.digest == digest_of(model(step))
                     assert replica.sync(timeout=0).version == report.version
                     assert same_bits(held, model(step))
-                receipts = replica.send_trajectories([trajectory_pb2.Trajectory(id=f"t{start}")])
+                receipts = replica.send_trajectories([make(f"t{start}", run_id=publisher.run_id)])
                 assert [r.duplicate for r in receipts] == [False]
                 assert [t.id for t in publisher.take_trajectories()] == [f"t{start}"]
                 acked = {a.replica_id: a.version.number for a in publisher.acknowledgements()}

@@ -32,6 +32,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from weight_sync.contract import process_contract
+from weight_sync.dtypes import dtype_of_torch
 from weight_sync.errors import EngineError, InputError
 from weight_sync.proto.v1 import contract_pb2
 
@@ -281,10 +282,12 @@ class Unified:
         """How it computes: the same for a trainer and an engine of the same libraries on the same kind of processor."""
         import transformers
 
+        largest = max(self.model.parameters(), key=lambda parameter: parameter.nbytes)
         fields: dict[str, Any] = {
-            "attention_backend": NAME, "reduction_order": _ORDER, "accumulation_dtype": "float32",
-            "batch_invariant": True, "deterministic": True, "tensor_parallel": 1, "pipeline_parallel": 1,
-            "expert_parallel": 1, "engine": "transformers", "engine_version": transformers.__version__,
+            "served_format": dtype_of_torch(largest.dtype).name.lower(), "attention_backend": NAME,
+            "reduction_order": _ORDER, "accumulation_dtype": "float32", "batch_invariant": True, "deterministic": True, "tensor_parallel": 1,
+            "pipeline_parallel": 1, "expert_parallel": 1, "engine": "transformers",
+            "engine_version": transformers.__version__,
         }  # fmt: skip
         return process_contract(self.model, **{**fields, **known})
 

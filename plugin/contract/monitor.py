@@ -265,7 +265,10 @@ def _told(trajectory: trajectory_pb2.Trajectory) -> Floats:
 
 def _row(trajectory: trajectory_pb2.Trajectory, row: Any) -> Floats:
     """A trainer's logprobs of one trajectory, checked."""
-    found: Floats = np.asarray(row, np.float64).reshape(-1)
+    plain = (
+        row.detach().double().cpu() if hasattr(row, "detach") else row
+    )  # a tensor, of whatever dtype, on whatever device
+    found: Floats = np.asarray(plain, np.float64).reshape(-1)
     if len(found) != len(trajectory.output_logprobs):
         raise TrajectoryError("logprobs do not match the tokens", field=f"logprobs of {trajectory.id}",
                               found=len(found), expected=len(trajectory.output_logprobs))  # fmt: skip

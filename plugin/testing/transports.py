@@ -355,7 +355,7 @@ def _trajectories_arrive_at_least_once(world: _World) -> None:
     replica.head()
     ids = [f"t{k}" for k in range(5)]
     span = trajectory_pb2.VersionSpan(number=0, begin=0, end=2)
-    batch = [trajectory_pb2.Trajectory(id=i, run_id="r", output_token_ids=[1, 2], spans=[span]) for i in ids]
+    batch = [trajectory_pb2.Trajectory(id=i, run_id=run.run_id, output_token_ids=[1, 2], spans=[span]) for i in ids]
     receipts = replica.send_trajectories(batch)
     assert [(r.id, r.duplicate) for r in receipts] == [(i, False) for i in ids], "not every trajectory has a receipt"
     again = replica.send_trajectories(batch[:1])

@@ -13,7 +13,17 @@ import numpy as np
 from weight_sync.errors import LineageError, TrajectoryError
 from weight_sync.proto.v1 import trajectory_pb2
 
-__all__ = ["MAX_BYTES", "MAX_TEXT", "check", "check_run", "check_size", "oldest_version", "retry_after", "staleness"]
+__all__ = [
+    "MAX_BYTES",
+    "MAX_TEXT",
+    "check",
+    "check_batch",
+    "check_run",
+    "check_size",
+    "oldest_version",
+    "retry_after",
+    "staleness",
+]
 
 MAX_TEXT = 256
 """Bytes of an id, and of each other short text of a trajectory."""
@@ -103,6 +113,14 @@ def check_run(trajectory: trajectory_pb2.Trajectory, run_id: str | None, where: 
     if run_id is not None and trajectory.run_id != run_id:
         raise LineageError("trajectory of another run", field=f"{where}.run_id", found=trajectory.run_id,
                            expected=run_id, do="drop it: the trainer has gone on as another run")  # fmt: skip
+
+
+def check_batch(batch: Sequence[trajectory_pb2.Trajectory], run_id: str) -> None:
+    """What an inbox of this run would refuse, so that nobody gives a receipt for it. Raises TrajectoryError, LineageError."""
+    for k, trajectory in enumerate(batch):
+        check(trajectory, f"batch[{k}]")
+        check_run(trajectory, run_id, f"batch[{k}]")
+        check_size(trajectory.ByteSize(), f"batch[{k}]")
 
 
 def retry_after(settled: Sequence[tuple[float, int]], needed: int) -> float:

@@ -24,6 +24,7 @@ from typing import NoReturn
 from weight_sync.config import check_name
 from weight_sync.errors import CorruptionError, InputError
 from weight_sync.proto.v1 import trajectory_pb2
+from weight_sync.trajectory.rules import check_batch
 from weight_sync.transport.file import keys
 from weight_sync.transport.file.log import decode
 from weight_sync.transport.file.store import SMALL_OBJECT, Store
@@ -62,15 +63,17 @@ class Outbox:
         self._sent: _Recent | None = None
 
     def send(self, batch: Sequence[trajectory_pb2.Trajectory]) -> list[trajectory_pb2.TrajectoryReceipt]:
-        """Stores what is new of ``batch``; one receipt per trajectory, in order. Raises InputError on an empty id."""
+        """Stores what is new of ``batch``; one receipt per trajectory, in order.
+
+        Raises TrajectoryError and LineageError for what the trainer's inbox would refuse; nothing is stored then.
+        """
+        check_batch(batch, self._run_id)
         if self._sent is None:
             self._sent = self._pending_ids()
         sent = self._sent
         fresh: dict[str, trajectory_pb2.Trajectory] = {}
         receipts = []
-        for index, trajectory in enumerate(batch):
-            if not trajectory.id:
-                raise InputError("trajectory without id", field=f"batch[{index}].id", do="give each a unique id")
+        for trajectory in batch:
             duplicate = trajectory.id in sent or trajectory.id in fresh
             receipts.append(trajectory_pb2.TrajectoryReceipt(id=trajectory.id, duplicate=duplicate))
             if not duplicate:

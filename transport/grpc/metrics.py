@@ -111,8 +111,8 @@ class Page:
 
         try:
             self._server = http.server.ThreadingHTTPServer((host.strip("[]"), int(port)), Handler)
-        except OSError as error:
-            raise ConfigError("cannot listen", field="weight_sync.metrics", found=f"{listen}: {error.strerror}",
+        except (OSError, OverflowError) as error:
+            raise ConfigError("cannot listen", field="weight_sync.metrics", found=f"{listen}: {error}",
                               do="choose another port") from error  # fmt: skip
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="weight_sync-metrics", daemon=True)

@@ -6,6 +6,7 @@ Owns the site's replicas as the server far away sees them: one. Owns no reading 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import socket
 import time
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weight_sync.config import Config
-from weight_sync.errors import CorruptionError, InboxFullError, WeightSyncError
+from weight_sync.errors import CorruptionError, InboxFullError, InputError, LineageError, WeightSyncError
 from weight_sync.ports import PublisherEnd
 from weight_sync.proto.v1 import replica_pb2, service_pb2, trajectory_pb2
 from weight_sync.transport.file.inbox import Inbox as Spooled
@@ -31,6 +32,7 @@ _FORGET_S = 600.0
 _BATCH = 256
 _MOST_SPOOLED = 200_000
 _PAUSE_S = 1.0
+_log = logging.getLogger("weight_sync.grpc")
 
 
 @dataclass
@@ -229,15 +231,26 @@ class RelayReturns(Returns):
                 continue
             if not batch:
                 return
-            while True:
-                try:
-                    await self._reading.use(run_id, lambda end: end.send_trajectories(batch))  # noqa: B023
-                    break
-                except InboxFullError as full:
-                    await asyncio.sleep(full.retry_after_s)
-                except WeightSyncError:
-                    await asyncio.sleep(_PAUSE_S)
+            await self._hand_over(run_id, batch)
             self._spooled = max(0, self._spooled - len(batch))
+
+    async def _hand_over(self, run_id: str, batch: Sequence[trajectory_pb2.Trajectory]) -> None:
+        """Until the far side has them, or refuses one for good: that one is dropped, and told, and holds up nobody."""
+        while True:
+            try:
+                await self._reading.use(run_id, lambda end: end.send_trajectories(batch))
+                return
+            except InboxFullError as full:
+                await asyncio.sleep(full.retry_after_s)
+            except (InputError, LineageError) as error:
+                if len(batch) == 1:
+                    _log.warning("trajectory %r was refused and is dropped: %s", batch[0].id, error)
+                    return
+                for one in batch:
+                    await self._hand_over(run_id, [one])
+                return
+            except WeightSyncError:
+                await asyncio.sleep(_PAUSE_S)
 
     async def close(self) -> None:
         for task in self._tasks:
