@@ -285,8 +285,8 @@ class Unified:
         largest = max(self.model.parameters(), key=lambda parameter: parameter.nbytes)
         fields: dict[str, Any] = {
             "served_format": dtype_of_torch(largest.dtype).name.lower(), "attention_backend": NAME,
-            "reduction_order": _ORDER, "accumulation_dtype": "float32", "batch_invariant": True, "deterministic": True, "tensor_parallel": 1,
-            "pipeline_parallel": 1, "expert_parallel": 1, "engine": "transformers",
+            "reduction_order": _ORDER, "accumulation_dtype": "float32", "batch_invariant": True, "deterministic": True,
+            "tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1, "engine": "transformers",
             "engine_version": transformers.__version__,
         }  # fmt: skip
         return process_contract(self.model, **{**fields, **known})
