@@ -115,7 +115,7 @@ def named_source(source: Source) -> torch.nn.Module | dict[str, torch.Tensor] | 
         name, tensor = pair if isinstance(pair, tuple) and len(pair) == 2 else (pair, None)
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise TensorError(
-                "not a named tensor", field="source", found=f"{type(name).__name__} and {type(tensor).__name__}",
+                "not a named tensor", field=repr(name), found=f"{type(name).__name__} and {type(tensor).__name__}",
                 expected="pairs of str and torch.Tensor",
             )  # fmt: skip
         if name in named:

@@ -45,7 +45,7 @@ class Far:
             def read(self, ref: Any, offset: int, length: int) -> memoryview:
                 far.reads[ref.object, offset, length] += 1
                 data = bytearray(end.read(ref, offset, length))
-                if far.hurt:
+                if far.hurt and data:
                     far.hurt -= 1
                     data[-1] ^= 1
                 return memoryview(data)

@@ -105,6 +105,15 @@ class Reading:
         pushed = self._pushed(run_id) if self._far else None
         if pushed is not None:
             return pushed
+        try:
+            return await self._shared(run_id)
+        except StoreUnavailableError:
+            if not self._far or run_id not in self._runs:
+                raise
+            newest = self.feed("").state.newest or run_id  # the far side is away: what is here goes on being served
+            return service_pb2.RunInfo(run_id=run_id, newest_run=newest, head=self._heads.get(run_id))
+
+    async def _shared(self, run_id: str) -> service_pb2.RunInfo:
         running, waiting = self._looks.get(run_id, (None, None))
         if running is None:
             running = self.loop.create_task(self._look(run_id, None))
