@@ -24,7 +24,7 @@ from weight_sync.cli import main
 from weight_sync.config import Config
 
 context.set_forkserver_preload(["loop_warm", "sidecar_warm"])
-LIMIT_S = 60.0
+LIMIT_S = 150.0
 until = partial(waiting.until, limit=LIMIT_S)
 
 

@@ -5,6 +5,7 @@ Owns a real NIXL agent where bytes have to move, two sockets where calls do.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -246,7 +247,8 @@ def test_calls_are_answered_and_errors_keep_their_type() -> None:
 def test_garbage_ends_the_connection_and_nothing_else(data: bytes) -> None:
     a, b, client = pair(lambda c, call: None)
     client.sendall(data)
-    client.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(OSError):  # the other end may have given up already, and ours with it
+        client.shutdown(socket.SHUT_WR)
     deadline = time.monotonic() + 10
     while b.is_open:
         assert time.monotonic() < deadline
