@@ -278,12 +278,13 @@ class History:
         landed = pushed(self.end, self.view, have, target)
         if landed is not None:
             return self._landed(landed, target)
-        compact = bits is not None and self._compact(have, target, held)
-        offered = self._offered(have, target, compact)
-        path = self.plan(have, target) if offered is None else _in_one(offered, have, target)
         manifest = self.manifest(target)
         view = view_of(manifest, self.view)
         table = table_of(view)
+        compact = bits is not None and bool(compact_way(manifest, view, have, held, table))
+        offered = self._offered(have, manifest, view.name, compact)
+        path = self.plan(have, target) if offered is None else _in_one(offered, have, target)
+        compact = compact and path.anchor is None  # a full state that is cheaper to read has the change in it already
         if held is None:
             held = () if have is None or path.anchor is not None else table_of(view_of(self.manifest(have), self.view))
         try:
@@ -356,18 +357,13 @@ class History:
         kept = [[item for item in version if item.spec in alive] for version in versions]
         return fold_changes(kept) if kept else [], {k: p for k, p in whole.items() if p.spec in alive}
 
-    def _compact(self, have: int | None, target: int, held: Sequence[TensorSpec] | None) -> bool:
-        manifest = self.manifest(target)
-        view = view_of(manifest, self.view)
-        return bool(compact_way(manifest, view, have, held, table_of(view)))
-
-    def _offered(self, have: int | None, target: int, compact: bool) -> Folded | None:
+    def _offered(
+        self, have: int | None, manifest: manifest_pb2.VersionManifest, view: str, compact: bool
+    ) -> Folded | None:
         """One object for the whole way. Signatures cover what is stored, so who checks them takes no fold of several."""
-        if have is None or have >= target:
+        if have is None or have >= manifest.number or (self.check is not None and manifest.parent != have):
             return None
-        if self.check is not None and self.manifest(target).parent != have:
-            return None
-        offered = self.end.fold(view_of(self.manifest(target), self.view).name, have, target, compact)
+        offered = self.end.fold(view, have, manifest.number, compact)
         return None if offered is not None and offered.stored is None and self.check is not None else offered
 
 

@@ -18,12 +18,14 @@ from weight_sync.adapters.engines.inplace import InPlaceStore
 from weight_sync.canonical import compact_way
 from weight_sync.checkpoint import Checkpoint
 from weight_sync.config import Config
+from weight_sync.history import History
 from weight_sync.layout.box import Box
 from weight_sync.layout.placement import Layout, Placement, StorageSpec
 from weight_sync.proto.v1 import common_pb2, manifest_pb2
 from weight_sync.tensors import TensorSpec
 from weight_sync.transport.file import FileTransport
 from weight_sync.transport.grpc import GrpcTransport
+from weight_sync.version import Path as Path_
 
 
 @pytest.fixture
@@ -119,6 +121,23 @@ def test_a_compact_shard_that_is_damaged_is_replaced_by_the_step_form(keys: Conf
         path.chmod(0o644)
         path.write_bytes(data)
         assert replica.sync().digest == digest_of(model(1)) and same_bits(held, model(1))
+
+
+def test_a_full_state_that_is_cheaper_than_the_patch_is_taken_alone(
+    keys: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = [
+        {"w": torch.randn(1 << 16, generator=torch.Generator().manual_seed(k)).to(torch.bfloat16)} for k in (0, 1)
+    ]
+    held = holding(states[0])
+    with Publisher.open(keys.replace(anchor_every=1)) as publisher, Replica.open(keys, held) as replica:
+        publisher.publish(states[0], step=0)
+        replica.sync()
+        seen = forms_read(monkeypatch)
+        monkeypatch.setattr(History, "plan", lambda self, have, target: Path_(target, (), 0, "a full state"))
+        publisher.publish(states[1], step=1)
+        assert replica.sync().digest == digest_of(states[1]) and same_bits(held, states[1])
+        assert not seen, "every bit came with the full state"
 
 
 def test_over_grpc_the_compact_shard_is_one_object(

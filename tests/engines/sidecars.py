@@ -12,25 +12,20 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import waiting
 from servers import Server, free_port
 
 LIMIT_S = 300.0
 BIN = Path(sys.executable).parent
 
 
-def until(condition: Callable[[], Any], what: str, limit: float = LIMIT_S) -> Any:
-    """Looks until the condition holds; what it returned."""
-    end = time.monotonic() + limit
-    while not (found := condition()):
-        assert time.monotonic() < end, f"{what}: not within {limit:.0f} s"
-        time.sleep(0.01)
-    return found
+until = partial(waiting.until, limit=LIMIT_S)
 
 
 @dataclass
