@@ -94,3 +94,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"this machine does not let root mount: {done.stderr.strip()}")
     yield mount
     subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For models so small that more threads only slow them down."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -24,15 +24,7 @@ from weight_sync.errors import ConfigError, InputError, TrajectoryError, Version
 from weight_sync.proto.v1 import common_pb2, trajectory_pb2
 
 transformers = pytest.importorskip("transformers")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """So small a model is only slowed down by more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- the numbers ------------------------------------------------------------------------------------------------------

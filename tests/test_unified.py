@@ -19,15 +19,7 @@ from weight_sync.contract.terms import Action
 from weight_sync.errors import ContractError, EngineError, InputError
 
 transformers = pytest.importorskip("transformers")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """So small a model is only slowed down by more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 SIZES: dict[str, Any] = {
