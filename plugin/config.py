@@ -163,9 +163,8 @@ class Rdma(Keys):
     chunk_bytes: int = Field(8 << 20, ge=1 << 12, description="largest write of a schedule")
     in_flight: int = Field(4, ge=1, le=1024, description="posts in flight to one engine rank")
     staging_bytes: int = Field(256 << 20, ge=1 << 16, description="most memory for bits on their way to one engine")
-    gather_bytes: int = Field(
-        16 << 10, ge=0, description="strided bits with shorter runs are gathered before they are written"
-    )
+    gather_bytes: int = Field(16 << 10, ge=0, description="bits that lie in shorter runs are gathered, then written")
+    barrier: bool = Field(False, description="trainer ranks wait for each other between mesh groups")
     ring_bytes: int = Field(0, ge=0, description="room for patches in each engine's memory; 0: whole states only")
     sparse_share: float = Field(0.25, ge=0, le=1, description="patches up to this share of a state travel as patches")
     window_s: float = Field(60.0, gt=0, description="longest wait for a version to land")
@@ -338,14 +337,9 @@ def load(source: Mapping[str, Any] | str | Path, **overrides: Any) -> Config:
     Raises ConfigError that names the key, and the nearest valid one when the key is unknown.
     """
     if isinstance(source, str | Path):
-        import yaml
+        from weight_sync.yamlfile import read_yaml
 
-        try:
-            data = yaml.safe_load(Path(source).read_text())
-        except OSError as error:
-            raise ConfigError("cannot read the configuration", field=str(source), found=error.strerror) from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError("not YAML", field=str(source), found=str(error)) from error
+        data = read_yaml(source)
     else:
         data = dict(source)
     if isinstance(data, dict) and set(data) == {"weight_sync"}:

@@ -296,7 +296,10 @@ def keys(port: int, **given: Any) -> dict[str, Any]:
 
 
 def train(say: Say, given: dict[str, Any], meeting: str, rank: int, world: int, steps: int, wanted: int) -> None:
-    """A trainer rank: publishes ``steps`` versions, each once ``wanted`` replicas serve the one before."""
+    """A trainer rank: publishes ``steps`` versions, each once ``wanted`` replicas serve the one before.
+
+    With ``rdma.barrier`` rank 0 alone holds the norms, so that there are two meshes.
+    """
     if world > 1:
         dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=90))
     try:
@@ -305,7 +308,11 @@ def train(say: Say, given: dict[str, Any], meeting: str, rank: int, world: int, 
             for step in range(steps):
                 tensors: dict[str, Any] = state(step)
                 if mesh is not None:
-                    tensors = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in tensors.items()}
+                    whole = {n: t for n, t in tensors.items() if n.endswith("norm") and given["rdma"].get("barrier")}
+                    tensors = {
+                        name: distribute_tensor(tensor, mesh, [Shard(0)])
+                        for name, tensor in tensors.items() if name not in whole
+                    } | (whole if rank == 0 else {})  # fmt: skip
                 report = publisher.publish(tensors, step=step)
                 assert report is not None and report.digest == digest_of(state(step))
                 say(f"published {report.version}")

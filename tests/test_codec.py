@@ -23,11 +23,13 @@ from tests.codec_cases import (
 from weight_sync.codec import intstream
 from weight_sync.codec.apply import apply_changes, changed_digest, new_bits_of, restore_changes
 from weight_sync.codec.classcount import count_known
+from weight_sync.codec.classstream import decode_classes, encode_classes
 from weight_sync.codec.classtable import unpack_tables
 from weight_sync.codec.diff import ChangeBuffer, diff_run, diff_torch
 from weight_sync.codec.digest import Digest, digest_box
 from weight_sync.codec.frame import FrameBox, decode_frame, encode_changes, encode_frame, split
 from weight_sync.codec.ordered import add_steps, steps_between
+from weight_sync.codec.stepform import Cursor
 from weight_sync.dtypes import DTYPES
 from weight_sync.errors import CorruptionError, FormatError, LayoutError, WeightSyncError, WrongBaseError
 from weight_sync.layout.box import Box
@@ -156,6 +158,18 @@ def test_integer_streams_invert_whatever_the_numbers(seed, count, scale):
     data = memoryview(b"".join(parts))
     assert len(data) == intstream.stream_size(stream)
     assert np.array_equal(intstream.decode(stream, data, np.uint64, "test"), values)
+
+
+@pytest.mark.parametrize("largest", [(1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+def test_one_huge_number_among_small_ones_is_coded(largest):
+    """Nearly all low bits are zero then, so the huge one has a high part of 63 or 64 bits."""
+    values = np.array([1] * 100 + [largest] + [0] * 5, np.uint64)
+    stream, parts = intstream.encode(values)
+    assert np.array_equal(intstream.decode(stream, memoryview(b"".join(parts)), np.uint64, "test"), values)
+    lists = [values, np.array([3, largest], np.uint64)]
+    header, parts = encode_classes(lists, spread=False)
+    back = decode_classes(header, Cursor(memoryview(b"".join(parts))), [len(v) for v in lists], np.uint64, "test")
+    assert all(np.array_equal(a, b) for a, b in zip(back, lists, strict=True))
 
 
 @quick

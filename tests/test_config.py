@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from weight_sync.config import load
@@ -23,3 +25,23 @@ def test_a_misspelt_key_in_a_block_is_named_with_the_nearest() -> None:
 def test_further_outlets_are_refused_and_not_ignored() -> None:
     with pytest.raises(ConfigError, match=r"weight_sync\.also.*rdma://x:1.*with store:"):
         load({"uri": "/run", "also": [{"backend": "rdma", "uri": "rdma://x:1"}]})
+
+
+@pytest.mark.parametrize("text", [
+    "uri: /a\npoll_s: 1\nuri: /b\n",
+    "weight_sync:\n  uri: /a\n  auth: {token: x, token: y}\n",
+])  # fmt: skip
+def test_a_key_given_twice_is_refused_and_not_overridden(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="given twice") as caught:
+        load(path)
+    assert caught.value.field in ("uri", "token")
+
+
+def test_merged_keys_of_yaml_may_be_overridden(tmp_path: Path) -> None:
+    path = tmp_path / "merged.yaml"
+    path.write_text("weight_sync:\n  tls: &tls {ca: a.pem, cert: c.pem, key: k.pem}\n  uri: /a\n")
+    assert load(path).tls.ca == "a.pem"
+    path.write_text("uri: /a\ntls:\n  <<: {ca: a.pem, cert: c.pem, key: k.pem}\n  ca: b.pem\n")
+    assert load(path).tls.ca == "b.pem"

@@ -98,16 +98,10 @@ def _is_file(source: str) -> bool:
 
 
 def _read(path: Path) -> contract_pb2.ExecutionContract:
-    import yaml
-
     from weight_sync.contract import from_document
+    from weight_sync.yamlfile import read_yaml
 
-    try:
-        data = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise InputError("cannot read the contract", field=str(path), found=error.strerror) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("neither JSON nor YAML", field=str(path), found=str(error)) from error
+    data = read_yaml(path)
     if isinstance(data, dict) and isinstance(data.get("contract"), dict):
         data = data["contract"]  # what show --json prints
     if not isinstance(data, dict):

@@ -170,7 +170,7 @@ def split(
 ) -> list[Changes]:
     """Frame coordinates to boxes; boxes without changes are left out."""
     bases = np.concatenate([[0], np.cumsum([box.coords.count for box in boxes])])
-    cuts = np.searchsorted(positions, bases)
+    cuts = np.searchsorted(positions, bases.astype(np.uint32))  # of one dtype, or the positions would be copied
     out: list[Changes] = []
     for box, base, start, stop in zip(boxes, bases, cuts, cuts[1:], strict=False):
         if start == stop:

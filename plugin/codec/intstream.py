@@ -179,7 +179,7 @@ def _split_slowly(values: Any, k: Any, symbols: Any, low: Any, at: Any, start: A
             symbols[i] = h
             continue
         n = uint64(8)
-        while h >> n != uint64(0):
+        while n < uint64(64) and h >> n != uint64(0):  # a shift by 64 would be one by 0
             n += uint64(1)
         rest = n - uint64(2)
         symbols[i] = uint64(128) + ((n - uint64(8)) << uint64(1)) + ((h >> rest) & uint64(1))
@@ -195,7 +195,7 @@ def symbols_of(values: Any, low_bits: Any, symbols: Any) -> None:
         h = uint64(values[i]) >> k
         if h >= uint64(128):
             n = uint64(8)
-            while h >> n != uint64(0):
+            while n < uint64(64) and h >> n != uint64(0):  # a shift by 64 would be one by 0
                 n += uint64(1)
             h = uint64(128) + ((n - uint64(8)) << uint64(1)) + ((h >> (n - uint64(2))) & uint64(1))
         symbols[i] = h

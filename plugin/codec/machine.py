@@ -27,6 +27,7 @@ __all__ = [
     "neq_mask64",
     "out_mask64",
     "popcount",
+    "prefetch",
     "store64",
 ]
 
@@ -164,6 +165,22 @@ def _store64(typing_context: Any, data: Any, at: Any, value: Any) -> Any:
 
 
 @intrinsic
+def _prefetch(typing_context: Any, array: Any, at: Any) -> Any:
+    """Has the cache line of ``array[at]`` fetched, to be written to. The caller owns the bounds."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
+        write, keep, is_data = (ir.Constant(word, n) for n in (1, 3, 1))
+        builder.call(fetch, [builder.bitcast(builder.gep(data, [args[1]]), byte), write, keep, is_data])
+        return context.get_dummy_value()
+
+    return types.void(array, types.uint64), generate
+
+
+@intrinsic
 def _count_upto16(typing_context: Any, a: Any, start: Any, value: Any) -> Any:
     """How many of the 16 int16 from ``a[start]`` on are at most ``value``. The caller owns the bounds."""
 
@@ -190,3 +207,4 @@ eq_mask64: Any = _eq_mask64
 out_mask64: Any = _out_mask64
 narrow64: Any = _narrow64
 popcount: Any = _popcount
+prefetch: Any = _prefetch

@@ -92,21 +92,27 @@ class _Span:
 def plan_frames(pieces: Iterable[DiffPiece]) -> Iterator[list[_Span]]:
     """Spans of one dtype that share a frame; runs are cut where a frame is full, strided boxes come small enough."""
     batch: list[_Span] = []
-    room = FRAME_ELEMENTS
+    room = 0
     for piece in _boxed(pieces):
         at = 0
+        room = room if batch else _room(piece)
         while at < piece.coords.count:
             take = min(room, piece.coords.count - at)
             cut = take < piece.coords.count - at and not piece.coords.is_run
             if batch and (not room or cut or batch[0].piece.spec.dtype != piece.spec.dtype):
                 yield batch
-                batch, room = [], FRAME_ELEMENTS
+                batch, room = [], _room(piece)
                 continue
             batch.append(_Span(piece, at, at + take))
             at += take
             room -= take
     if batch:
         yield batch
+
+
+def _room(piece: DiffPiece) -> int:
+    """Elements of a frame. Those of one byte have the largest tables of classes, so there are twice as many to bear them."""
+    return FRAME_ELEMENTS * (2 if piece.spec.type.width == 1 else 1)
 
 
 def _boxed(pieces: Iterable[DiffPiece]) -> Iterator[DiffPiece]:

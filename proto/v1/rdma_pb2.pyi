@@ -156,18 +156,22 @@ class Start(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., nonce: _Optional[int] = ...) -> None: ...
 
 class Assign(_message.Message):
-    __slots__ = ("replica_id", "schedule", "part", "writes", "targets")
+    __slots__ = ("replica_id", "schedule", "part", "writes", "targets", "groups", "barrier")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     WRITES_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    BARRIER_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     schedule: bytes
     part: bytes
     writes: Writes
     targets: _containers.RepeatedCompositeFieldContainer[OfferTarget]
-    def __init__(self, replica_id: _Optional[str] = ..., schedule: _Optional[bytes] = ..., part: _Optional[bytes] = ..., writes: _Optional[_Union[Writes, _Mapping]] = ..., targets: _Optional[_Iterable[_Union[OfferTarget, _Mapping]]] = ...) -> None: ...
+    groups: int
+    barrier: bool
+    def __init__(self, replica_id: _Optional[str] = ..., schedule: _Optional[bytes] = ..., part: _Optional[bytes] = ..., writes: _Optional[_Union[Writes, _Mapping]] = ..., targets: _Optional[_Iterable[_Union[OfferTarget, _Mapping]]] = ..., groups: _Optional[int] = ..., barrier: bool = ...) -> None: ...
 
 class Go(_message.Message):
     __slots__ = ("replica_id", "number", "schedule", "nonce", "objects", "offsets", "sparse")
@@ -209,6 +213,20 @@ class Went(_message.Message):
     nbytes: int
     def __init__(self, replica_id: _Optional[str] = ..., nonce: _Optional[int] = ..., rank: _Optional[int] = ..., error: _Optional[_Union[_service_pb2.ErrorInfo, _Mapping]] = ..., seconds: _Optional[float] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
+class Barrier(_message.Message):
+    __slots__ = ("replica_id", "nonce", "rank", "group", "error")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    nonce: int
+    rank: int
+    group: int
+    error: _service_pb2.ErrorInfo
+    def __init__(self, replica_id: _Optional[str] = ..., nonce: _Optional[int] = ..., rank: _Optional[int] = ..., group: _Optional[int] = ..., error: _Optional[_Union[_service_pb2.ErrorInfo, _Mapping]] = ...) -> None: ...
+
 class Entries(_message.Message):
     __slots__ = ("entries",)
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
@@ -216,7 +234,7 @@ class Entries(_message.Message):
     def __init__(self, entries: _Optional[_Iterable[_Union[_manifest_pb2.VersionManifest, _Mapping]]] = ...) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("id", "answer", "hello", "offer_source", "holds", "offer_target", "ask", "going", "start", "assign", "go", "went", "forget", "run", "run_info", "entry", "manifest", "entries", "entry_list", "acknowledge", "register", "lease", "want", "release", "trajectories", "receipts", "done", "error", "fetch", "chunk")
+    __slots__ = ("id", "answer", "hello", "offer_source", "holds", "offer_target", "ask", "going", "start", "assign", "go", "went", "forget", "barrier", "run", "run_info", "entry", "manifest", "entries", "entry_list", "acknowledge", "register", "lease", "want", "release", "trajectories", "receipts", "done", "error", "fetch", "chunk")
     ID_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +248,7 @@ class Call(_message.Message):
     GO_FIELD_NUMBER: _ClassVar[int]
     WENT_FIELD_NUMBER: _ClassVar[int]
     FORGET_FIELD_NUMBER: _ClassVar[int]
+    BARRIER_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     RUN_INFO_FIELD_NUMBER: _ClassVar[int]
     ENTRY_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +279,7 @@ class Call(_message.Message):
     go: Go
     went: Went
     forget: Forget
+    barrier: Barrier
     run: _service_pb2.RunRequest
     run_info: _service_pb2.RunInfo
     entry: _service_pb2.EntryRequest
@@ -277,4 +297,4 @@ class Call(_message.Message):
     error: _service_pb2.ErrorInfo
     fetch: _service_pb2.FetchRequest
     chunk: _service_pb2.Chunk
-    def __init__(self, id: _Optional[int] = ..., answer: bool = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., offer_source: _Optional[_Union[OfferSource, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ..., offer_target: _Optional[_Union[OfferTarget, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., going: _Optional[_Union[Going, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., go: _Optional[_Union[Go, _Mapping]] = ..., went: _Optional[_Union[Went, _Mapping]] = ..., forget: _Optional[_Union[Forget, _Mapping]] = ..., run: _Optional[_Union[_service_pb2.RunRequest, _Mapping]] = ..., run_info: _Optional[_Union[_service_pb2.RunInfo, _Mapping]] = ..., entry: _Optional[_Union[_service_pb2.EntryRequest, _Mapping]] = ..., manifest: _Optional[_Union[_manifest_pb2.VersionManifest, _Mapping]] = ..., entries: _Optional[_Union[_service_pb2.EntriesRequest, _Mapping]] = ..., entry_list: _Optional[_Union[Entries, _Mapping]] = ..., acknowledge: _Optional[_Union[_service_pb2.AcknowledgeRequest, _Mapping]] = ..., register: _Optional[_Union[_service_pb2.RegisterRequest, _Mapping]] = ..., lease: _Optional[_Union[_replica_pb2.Lease, _Mapping]] = ..., want: _Optional[_Union[_replica_pb2.Lease, _Mapping]] = ..., release: _Optional[_Union[_service_pb2.ReplicaRequest, _Mapping]] = ..., trajectories: _Optional[_Union[_service_pb2.TrajectoriesRequest, _Mapping]] = ..., receipts: _Optional[_Union[_service_pb2.TrajectoryReceipts, _Mapping]] = ..., done: _Optional[_Union[_service_pb2.Done, _Mapping]] = ..., error: _Optional[_Union[_service_pb2.ErrorInfo, _Mapping]] = ..., fetch: _Optional[_Union[_service_pb2.FetchRequest, _Mapping]] = ..., chunk: _Optional[_Union[_service_pb2.Chunk, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., answer: bool = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., offer_source: _Optional[_Union[OfferSource, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ..., offer_target: _Optional[_Union[OfferTarget, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., going: _Optional[_Union[Going, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., go: _Optional[_Union[Go, _Mapping]] = ..., went: _Optional[_Union[Went, _Mapping]] = ..., forget: _Optional[_Union[Forget, _Mapping]] = ..., barrier: _Optional[_Union[Barrier, _Mapping]] = ..., run: _Optional[_Union[_service_pb2.RunRequest, _Mapping]] = ..., run_info: _Optional[_Union[_service_pb2.RunInfo, _Mapping]] = ..., entry: _Optional[_Union[_service_pb2.EntryRequest, _Mapping]] = ..., manifest: _Optional[_Union[_manifest_pb2.VersionManifest, _Mapping]] = ..., entries: _Optional[_Union[_service_pb2.EntriesRequest, _Mapping]] = ..., entry_list: _Optional[_Union[Entries, _Mapping]] = ..., acknowledge: _Optional[_Union[_service_pb2.AcknowledgeRequest, _Mapping]] = ..., register: _Optional[_Union[_service_pb2.RegisterRequest, _Mapping]] = ..., lease: _Optional[_Union[_replica_pb2.Lease, _Mapping]] = ..., want: _Optional[_Union[_replica_pb2.Lease, _Mapping]] = ..., release: _Optional[_Union[_service_pb2.ReplicaRequest, _Mapping]] = ..., trajectories: _Optional[_Union[_service_pb2.TrajectoriesRequest, _Mapping]] = ..., receipts: _Optional[_Union[_service_pb2.TrajectoryReceipts, _Mapping]] = ..., done: _Optional[_Union[_service_pb2.Done, _Mapping]] = ..., error: _Optional[_Union[_service_pb2.ErrorInfo, _Mapping]] = ..., fetch: _Optional[_Union[_service_pb2.FetchRequest, _Mapping]] = ..., chunk: _Optional[_Union[_service_pb2.Chunk, _Mapping]] = ...) -> None: ...

@@ -25,6 +25,7 @@ from weight_sync.errors import (
 from weight_sync.layout.placement import Layout
 from weight_sync.ports import ReplicaEnd
 from weight_sync.proto.v1 import rdma_pb2, service_pb2
+from weight_sync.transport.rdma.barrier import BarrierCount
 from weight_sync.transport.rdma.layouts import from_message
 from weight_sync.transport.rdma.logbook import Logbook
 from weight_sync.transport.rdma.schedule import Schedule, plan
@@ -57,6 +58,7 @@ class _Replica:
     assigned: set[int] = field(default_factory=set)  # trainer ranks that have their part, for these addresses
     pending: rdma_pb2.Going | None = None
     sparse: bool = False
+    barrier: BarrierCount = field(default_factory=BarrierCount)
 
     @property
     def world_size(self) -> int:
@@ -137,14 +139,15 @@ class Controller:
             left = [name for name, r in self._replicas.items() if r.connection is connection]
             for name in left:
                 del self._replicas[name]
-            trainers, replicas = list(self._trainers.values()), list(self._replicas.values())
+            trainers, replicas = list(self._trainers.values()), list(self._replicas.items())
             self._changed.notify_all()
         for rank in lost:
             error = StoreUnavailableError("a trainer rank has gone", field="rank", found=rank, do="wait for its return")
-            for replica in replicas:
+            for name, replica in replicas:
                 if replica.pending is not None:
                     went = rdma_pb2.Went(nonce=replica.pending.nonce, rank=rank, error=error_message(error))
                     _try_send(replica.connection, rdma_pb2.Call(went=went))
+                    self._open(replica, rdma_pb2.Barrier(replica_id=name, nonce=went.nonce, error=went.error))
         for name in left:
             for trainer in trainers:
                 _try_send(trainer.connection, rdma_pb2.Call(forget=rdma_pb2.Forget(replica_id=name)))
@@ -179,6 +182,8 @@ class Controller:
             self._start(call.start)
         elif kind == "went":
             self._went(call.went)
+        elif kind == "barrier":
+            self._reached(call.barrier)
         else:
             return self.log.answer(call)
         return None
@@ -229,6 +234,7 @@ class Controller:
             for source, target in ranks_written(schedule):
                 entry = next((s for s in going.senders if s.rank == target), None)
                 (entry or going.senders.add(rank=target)).trainers.append(source)
+        replica.barrier = BarrierCount(frozenset(rank for s in going.senders for rank in s.trainers))
         replica.pending = going
         return going
 
@@ -288,7 +294,8 @@ class Controller:
             if rank in replica.assigned:
                 continue
             writes = encode_writes(writes_of(schedule, rank))
-            assign = rdma_pb2.Assign(replica_id=replica_id, schedule=schedule.hash, part=hash_of(writes), writes=writes)
+            assign = rdma_pb2.Assign(replica_id=replica_id, schedule=schedule.hash, part=hash_of(writes), writes=writes,
+                                     groups=schedule.groups, barrier=self._config.rdma.barrier)  # fmt: skip
             assign.targets.extend(targets)
             trainer.connection.request(rdma_pb2.Call(assign=assign), self._config.rdma.window_s)
             replica.assigned.add(rank)
@@ -346,6 +353,27 @@ class Controller:
             replica = self._replicas.get(went.replica_id)
         if replica is not None and went.HasField("error"):
             _try_send(replica.connection, rdma_pb2.Call(went=went))
+            self._open(replica, rdma_pb2.Barrier(replica_id=went.replica_id, nonce=went.nonce, error=went.error))
+
+    def _reached(self, barrier: rdma_pb2.Barrier) -> None:
+        """A trainer rank has written a mesh group; all are told once the last one has."""
+        with self._changed:
+            replica = self._replicas.get(barrier.replica_id)
+            going = None if replica is None else replica.pending
+            if replica is None or going is None or going.nonce != barrier.nonce:
+                return  # the engine has gone, or asked again
+            last = replica.barrier.add(barrier.rank, barrier.group)
+        if last:
+            self._open(replica, barrier)
+
+    def _open(self, replica: _Replica, barrier: rdma_pb2.Barrier) -> None:
+        """Tells the ranks of a transfer that a mesh group is written, or that it will not be."""
+        if not self._config.rdma.barrier:
+            return
+        with self._changed:
+            there = [self._trainers[rank] for rank in sorted(replica.barrier.ranks) if rank in self._trainers]
+        for trainer in there:
+            _try_send(trainer.connection, rdma_pb2.Call(barrier=barrier))
 
     # --- the log ---
 

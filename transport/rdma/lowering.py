@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Lowered", "STAGES", "Staging", "lower"]
 
-STAGES = ("make", "write")
+STAGES = ("make", "write", "barrier")
 _POST_BYTES = 64 << 20
 _POST_ROWS = 1024
 _ALIGN = 256
@@ -100,6 +100,8 @@ def lower(
     *,
     staging_bytes: int,
     gather_bytes: int,
+    groups: int = 0,
+    barrier: Callable[[int], Callable[[], Done]] | None = None,
 ) -> Lowered:
     """Tasks in the order of the schedule: mesh group by mesh group, and within one the direct writes first.
 
@@ -109,6 +111,8 @@ def lower(
         staging: makes staging memory of so many bytes, registered; called at most once.
         staging_bytes: how large it may be.
         gather_bytes: runs shorter than this are gathered where that makes fewer of them.
+        groups: mesh groups of the whole schedule, of which this rank may have none of the writes.
+        barrier: makes the stage that waits, behind a group's tasks, for the other ranks; none: nobody waits.
 
     Raises FormatError when a write leaves its memory, LayoutError when one does not fit into the staging memory.
     """
@@ -137,14 +141,18 @@ def lower(
             out.posts.append(post)
             plain[group].append(Task(f"engine rank {rank}", 0, (("write", _starter(post)),)))
     ready = list(_staged(agent, made, sources, targets, staging, staging_bytes, out))
-    groups = sorted({item.group for item in writes})
     staged_at: list[int] = []  # index among all tasks of each staged task
-    for group in groups:
-        out.tasks += plain[group]
+    gate = -1  # index of the barrier before this group
+    count = max(groups, 1 + max((item.group for item in writes), default=-1))
+    for group in range(count):
+        out.tasks += [Task(task.name, task.nbytes, task.stages, gate) for task in plain[group]]
         for task in (task for owner, task in ready if owner == group):
             after = staged_at[task.after] if task.after >= 0 else -1
             staged_at.append(len(out.tasks))
-            out.tasks.append(Task(task.name, task.nbytes, task.stages, after))
+            out.tasks.append(Task(task.name, task.nbytes, task.stages, max(after, gate)))
+        if barrier is not None and group + 1 < count:
+            gate = len(out.tasks)
+            out.tasks.append(Task(f"mesh group {group}", 0, (("barrier", barrier(group)),), gate - 1))
     return out
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from weight_sync.layout.placement import Layout, Placement, StorageSpec
 from weight_sync.ports import ShardBytes
 from weight_sync.proto.v1 import common_pb2, manifest_pb2, rdma_pb2
 from weight_sync.served import ServedPiece
+from weight_sync.transport.rdma.barrier import BarrierWait
 from weight_sync.transport.rdma.blocks import blocks_of
 from weight_sync.transport.rdma.layouts import to_message
 from weight_sync.transport.rdma.lowering import STAGES, Lowered, Staging, host_tensor, lower
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["Sender"]
 
 _LOOK_S = 0.25
+_MOST_GOES = 512  # engines that are written to at once; with a barrier, fewer could wait for each other
 _TEND_S = 2.0  # notes are driven out for so long after the last transfer
 
 
@@ -53,6 +56,7 @@ class _Engine:
     schedule: bytes
     peers: dict[int, tuple[str, MemoryMap]]
     writes: list[Any]
+    barrier: BarrierWait
     lowered: Lowered | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -76,7 +80,7 @@ class Sender:
         self._bodies: dict[int, list[tuple[manifest_pb2.ShardRef, ShardBytes]]] = {}
         self._closed = threading.Event()
         self._lock = threading.RLock()
-        self._pool = ThreadPoolExecutor(8, thread_name_prefix="weight_sync-go")
+        self._pool = ThreadPoolExecutor(_MOST_GOES, thread_name_prefix="weight_sync-go")
         self._thread: threading.Thread | None = None
         self._last_go = 0.0
         self.error: str = ""
@@ -201,6 +205,11 @@ class Sender:
             self._assigned(call.assign)
         elif kind == "go":
             self._pool.submit(self._go, connection, call.go)
+        elif kind == "barrier":
+            with self._lock:
+                engine = self._engines.get(call.barrier.replica_id)
+            if engine is not None:
+                engine.barrier.passed(call.barrier)
         elif kind == "forget":
             with self._lock:
                 self._drop(call.forget.replica_id)
@@ -216,14 +225,17 @@ class Sender:
             self._drop(assign.replica_id)
             assert self._agent is not None
             peers = {t.rank: (self._agent.connect(t.memory.metadata), MemoryMap.of(t.memory)) for t in assign.targets}
-            self._engines[assign.replica_id] = engine = _Engine(assign.schedule, peers, decode_writes(assign.writes))
-            engine.lowered = self._lower(engine)
+            writes = decode_writes(assign.writes)
+            engine = _Engine(assign.schedule, peers, writes, BarrierWait(self._rank))
+            self._engines[assign.replica_id] = engine
+            engine.lowered = self._lower(engine, assign)
 
-    def _lower(self, engine: _Engine) -> Lowered:
+    def _lower(self, engine: _Engine, assign: rdma_pb2.Assign) -> Lowered:
         assert self._agent is not None
         rdma = self._config.rdma
-        return lower(self._agent, engine.writes, self._storages, engine.peers, self._staged,
-                     staging_bytes=rdma.staging_bytes, gather_bytes=rdma.gather_bytes)  # fmt: skip
+        barrier = partial(engine.barrier.stage, assign.replica_id) if assign.barrier else None
+        return lower(self._agent, engine.writes, self._storages, engine.peers, self._staged, groups=assign.groups,
+                     staging_bytes=rdma.staging_bytes, gather_bytes=rdma.gather_bytes, barrier=barrier)  # fmt: skip
 
     def _staged(self, nbytes: int) -> Staging:
         import torch
@@ -241,7 +253,7 @@ class Sender:
         went = rdma_pb2.Went(replica_id=go.replica_id, nonce=go.nonce, rank=self._rank)
         try:
             crash_point("rdma:go")
-            went.nbytes = self._write(go)
+            went.nbytes = self._write(connection, go)
             crash_point("rdma:written")
         except WeightSyncError as error:
             went.error.CopyFrom(error_message(error))
@@ -251,7 +263,7 @@ class Sender:
         with suppress(StoreError):  # the controller has gone; whoever waits for the note hears of it
             connection.send(rdma_pb2.Call(went=went))
 
-    def _write(self, go: rdma_pb2.Go) -> int:
+    def _write(self, connection: Connection, go: rdma_pb2.Go) -> int:
         with self._lock:
             engine = self._engines.get(go.replica_id)
         if engine is None or engine.schedule != go.schedule:
@@ -261,6 +273,7 @@ class Sender:
             )  # fmt: skip
         assert self._holding is not None
         with engine.lock, self._holding.reading(go.number):
+            engine.barrier.begin(go.nonce, connection.send)
             nbytes = self._write_patch(engine, go) if go.sparse else self._write_dense(engine)
         self._note(engine, go)
         return nbytes
