@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -26,6 +27,7 @@ from weight_sync.errors import StoreError, StoreFullError, StoreUnavailableError
 from weight_sync.ports import ShardBytes
 from weight_sync.proto.v1 import common_pb2, service_pb2
 from weight_sync.transport.grpc import GrpcTransport, wire
+from weight_sync.transport.grpc.client import Client
 from weight_sync.transport.grpc.wire import CALLS, read_chunk, write_chunk
 
 DATA = Path(__file__).parent / "data"
@@ -56,6 +58,42 @@ def test_a_cut_link_resumes_at_the_byte_where_it_stopped(tmp_path: Path, stack: 
     lost = proxy.down_bytes - before - ref.size
     # what the dead connection still held in the window and the two socket buffers; from the start it would be half of all
     assert lost < size // 4, f"{lost} bytes were fetched twice"
+
+
+@pytest.mark.full
+def test_a_link_that_is_cut_for_half_a_minute_takes_no_byte_twice(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, client = served(tmp_path / "store", stack)
+    size = 32 << 20
+    body = os.urandom(1 << 20) * 32
+    ref = committed(client, [body])[0]
+    proxy = Proxy(client.uri)
+    stack.callback(proxy.close)
+    end = stack.enter_context(closing(GrpcTransport(client_of(proxy.uri, timeout_s=120)).replica_end()))
+    end.run_id()
+    taken: list[tuple[int, int]] = []  # (where a chunk went, its bytes)
+    fetch = Client.fetch
+
+    def told(self: Client, request: Any, fill: Any, connection: int = 0) -> int:
+        def both(at: int, data: memoryview, message: Any) -> None:
+            taken.append((at, len(data)))
+            if at >= size // 2 and not proxy.cuts:  # in the middle of an object, from the reader's side
+                proxy.refusing = True
+                back = threading.Timer(30.0, lambda: setattr(proxy, "refusing", False))
+                stack.callback(back.cancel)
+                back.start()
+                proxy.cut()
+            fill(at, data, message)
+
+        return fetch(self, request, both, connection)
+
+    monkeypatch.setattr(Client, "fetch", told)
+    began = time.monotonic()
+    assert bytes(end.read(ref, 0, ref.size)) == b"head" + body
+    assert time.monotonic() - began >= 30 and proxy.cuts == 1
+    places = [at for at, _ in taken]
+    assert places == sorted(places) and sum(count for _, count in taken) == ref.size, "each byte was taken once"
 
 
 def test_a_link_that_is_down_for_longer_than_the_patience_is_an_error(tmp_path: Path, stack: ExitStack) -> None:

@@ -23,7 +23,7 @@ from weight_sync.ports import ShardBytes
 from weight_sync.proto.v1 import common_pb2, manifest_pb2, replica_pb2
 from weight_sync.transport.file import FileTransport
 from weight_sync.transport.grpc import GrpcTransport
-from weight_sync.transport.grpc.relay import summary
+from weight_sync.transport.grpc.relay import is_news, summary
 from weight_sync.transport.grpc.server import Server
 
 
@@ -186,6 +186,21 @@ def test_the_trainer_sees_a_site_as_one_replica(tmp_path: Path, stack: ExitStack
     replicas[2].sync(min_version=1)
     until(lambda: told() == [(1, 3)])
     until(lambda: dict(publisher._end.leases()) == {"relay": 1})
+
+
+def test_what_moves_the_oldest_version_or_an_error_is_news_and_mere_counts_are_not() -> None:
+    def told(number: int | None, at: int = 0, error: str = "") -> replica_pb2.Acknowledgement:
+        made = replica_pb2.Acknowledgement(replica_id="site", error=error)
+        if number is not None:
+            made.version.number = number
+        made.followers.add(count=at)
+        return made
+
+    assert is_news(None, told(None))
+    assert is_news(told(None), told(0)), "zero is a version"
+    assert is_news(told(0), told(1)) and is_news(told(1), told(0))
+    assert is_news(told(1), told(1, error="lost")) and is_news(told(1, error="lost"), told(1))
+    assert not is_news(told(1), told(1, at=7))
 
 
 def test_a_summary_is_the_oldest_version_and_the_counts() -> None:

@@ -25,9 +25,10 @@ from weight_sync.transport.file.store import Store
 from weight_sync.transport.grpc.reading import Reading
 from weight_sync.transport.grpc.returns import Receipts, Returns
 
-__all__ = ["RelayReturns", "summary"]
+__all__ = ["RelayReturns", "is_news", "summary"]
 
-_FORWARD_S = 0.25  # longest time that an acknowledgement waits for others
+_FORWARD_S = 0.25  # longest time that an acknowledgement which is news waits for others
+_COUNTS_S = 2.0  # longest time that mere counts wait, so that the trainer's work does not grow with a site
 _FORGET_S = 600.0
 _BATCH = 256
 _MOST_SPOOLED = 200_000
@@ -52,6 +53,8 @@ class _Site:
 
     children: dict[str, _Child] = field(default_factory=dict)
     dirty: bool = False
+    told: replica_pb2.Acknowledgement | None = None
+    told_at: float = 0.0
     fetched: int = 0
     lease_sent: tuple[int, float] = (-1, 0.0)
     ttl_s: int = 600
@@ -88,6 +91,15 @@ def summary(
     told.fetched_bytes = fetched_bytes
     told.sent_unix_ms = time.time_ns() // 1_000_000
     return told
+
+
+def is_news(before: replica_pb2.Acknowledgement | None, told: replica_pb2.Acknowledgement) -> bool:
+    """Whether the trainer should hear of it at once: the site's oldest version moved, or an error came or went. Pure."""
+    if before is None:
+        return True
+    return (before.HasField("version"), before.version, before.digest, before.error) != (
+        told.HasField("version"), told.version, told.digest, told.error
+    )  # fmt: skip
 
 
 class RelayReturns(Returns):
@@ -164,7 +176,7 @@ class RelayReturns(Returns):
         site.lease_sent = (min(leased), now)
 
     async def _forward(self) -> None:
-        """Acknowledgements, as soon as there are some, and no more often than every _FORWARD_S."""
+        """Acknowledgements: news no more often than every _FORWARD_S, counts no more often than every _COUNTS_S."""
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._fresh.wait(), self._ttl_s / 3)
@@ -174,7 +186,7 @@ class RelayReturns(Returns):
                     await self._tell(run_id, site)
             await asyncio.sleep(_FORWARD_S)
 
-    async def _tell(self, run_id: str, site: _Site) -> None:
+    async def _tell(self, run_id: str, site: _Site, last: bool = False) -> None:
         now = time.monotonic()
         site.children = {
             name: child for name, child in site.children.items()
@@ -183,11 +195,16 @@ class RelayReturns(Returns):
         await self._lease(run_id, site)
         if not site.dirty:
             return
-        site.dirty = False
         acks = [child.ack for child in site.children.values() if child.ack is not None]
         told = summary(self.relay_id, acks, 0)
+        wait = site.told_at + _COUNTS_S - now
+        if wait > 0 and not last and not is_news(site.told, told):
+            self._reading.loop.call_later(wait, self._fresh.set)
+            return
+        site.dirty = False
         try:
             await self._reading.use(run_id, lambda end: end.acknowledge(told))
+            site.told, site.told_at = told, now
         except WeightSyncError:
             site.dirty = True
             self._reading.loop.call_later(_PAUSE_S, self._fresh.set)
@@ -258,4 +275,4 @@ class RelayReturns(Returns):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for run_id, site in self._sites.items():
             with suppress(WeightSyncError):  # the last word, if the far side is there
-                await self._tell(run_id, site)
+                await self._tell(run_id, site, last=True)
