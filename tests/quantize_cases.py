@@ -167,4 +167,6 @@ CASES = {case.name: case for case in (
                 scale_dtype="torch.float8_e4m3fn", zp_dtype="torch.float8_e4m3fn"),
     _compressed("mxfp4", "mxfp4-pack-quantized", "mxfp4", **FP4, strategy="group", group_size=32,
                 scale_dtype="torch.uint8", zp_dtype="torch.uint8"),
+    _compressed("int8-channel", "int-quantized", "int8-channel", num_bits=8, type="int", symmetric=True,
+                strategy="channel"),
 )}  # fmt: skip

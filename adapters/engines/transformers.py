@@ -24,7 +24,7 @@ from weight_sync.canonical import Bits
 from weight_sync.checkpoint import Checkpoint
 from weight_sync.codec.digest import Digest
 from weight_sync.contract import contract_id, process_contract, seal
-from weight_sync.errors import EngineInDoubtError
+from weight_sync.errors import EngineError, EngineInDoubtError
 from weight_sync.layout.learn import learn_module
 from weight_sync.layout.storage import local_storages
 from weight_sync.ports import PauseMode, Update
@@ -64,8 +64,10 @@ class TransformersEngine:
             profile: native; deterministic, which sets torch's switches; or unified: `Unified` computes, also for a
                 trainer that trains this very model through ``engine.unified``.
 
-        Raises LayoutError when the model is not the checkpoint's, EngineError when unified does not support it.
+        Raises LayoutError when the model is not the checkpoint's, EngineError when unified does not support it, or when the
+        model computes with something else than the weights that it was loaded from.
         """
+        _refuse_unpacked(model)
         table = Checkpoint(checkpoint).table if isinstance(checkpoint, str | Path) else tuple(checkpoint)
         self.model, self.view = model, view
         self.engine_id = engine_id or f"{socket.gethostname()}-{os.getpid()}"
@@ -176,3 +178,14 @@ class TransformersEngine:
     def close(self) -> None:
         """Answers no more; the model stays the caller's."""
         self._decoder.version = None
+
+
+def _refuse_unpacked(model: torch.nn.Module) -> None:
+    """compressed-tensors unpacks codes at the first forward, and then computes with what it unpacked: a version written into
+    the codes would be proven by its digest, and never be used.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            raise EngineError("the model unpacks its quantised weights and computes with those", field=name,
+                              found=type(module).__name__, expected="weights that are used as they are",
+                              do="keep a folder current (weight-sync follow) and load it anew")  # fmt: skip

@@ -39,6 +39,7 @@ NEEDED = [
     ("model_executor/model_loader/reload/layerwise.py", "", "finalize_layerwise_reload", ()),
     ("model_executor/model_loader/reload/sanitize.py", "", "restore_layer_refs", ("tensor", "layer")),
     ("model_executor/model_loader/reload/types.py", "LayerReloadingInfo", "restore_metadata", ()),
+    ("model_executor/model_loader/reload/types.py", "LayerReloadingInfo", "kernel_tensors", ()),
     ("distributed/weight_transfer/factory.py", "WeightTransferEngineFactory", "register_engine", ()),
     ("distributed/weight_transfer/factory.py", "WeightTransferEngineFactory", "_registry", ()),
     ("distributed/weight_transfer/base.py", "WeightTransferEngine", "init_transfer_engine", ()),

@@ -61,7 +61,7 @@ class VllmHost:
             meta = remembered.data.to("meta", copy=True)
             meta.__class__, meta.__dict__ = remembered.__class__, dict(remembered.__dict__)
             now = module._parameters.get(name)
-            if now is None or (now.shape, now.dtype) != (meta.shape, meta.dtype):
+            if now is None or (now.shape, now.dtype) != (meta.shape, meta.dtype) or not _has_loader(now, remembered):
                 out[name] = restore_layer_refs(meta, module)
         return out
 
@@ -110,6 +110,9 @@ class VllmHost:
         part = _Part([*chosen, *absorbing])
         with set_current_vllm_config(self._config), torch.no_grad():
             layerwise.initialize_layerwise_reload(part)
+            for module in chosen:
+                if _is_quantised_on_cpu(module):
+                    layerwise.LAYERWISE_INFO[module].kernel_tensors = None  # what is loaded stays where it is
             try:
                 self.load(model, tensors)
             finally:
@@ -161,6 +164,22 @@ class VllmHost:
             "expert_parallel": str(parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1),
             "attention_backend": ",".join(sorted(backends)),
         }
+
+
+def _is_quantised_on_cpu(module: torch.nn.Module) -> bool:
+    """oneDNN's handle keeps the address of the scales that it was made with. vLLM's reload copies those back into the old
+    ones and frees them, and answers become NaN; nothing on a CPU needs the old addresses.
+    """
+    from vllm.platforms import current_platform
+
+    method: Any = getattr(module, "quant_method", None)
+    quantised = isinstance(method, QuantizeMethodBase) and not type(method).__name__.startswith("Unquantized")
+    return quantised and bool(current_platform.is_cpu())
+
+
+def _has_loader(now: torch.Tensor, remembered: torch.Tensor) -> bool:
+    """Quantised layers replace parameters by plain ones of the same shape once they are loaded."""
+    return hasattr(now, "weight_loader") or not hasattr(remembered, "weight_loader")
 
 
 def _routed(config: Any) -> str:
