@@ -29,6 +29,7 @@ LOADED = (
     "ct-fp8-block",
     "int4-group",
     "int4-channel",
+    "int8-channel",
     "nvfp4",
     "mxfp4",
 )
