@@ -29,7 +29,6 @@ LOADED = (
     "ct-fp8-block",
     "int4-group",
     "int4-channel",
-    "int8-channel",
     "nvfp4",
     "mxfp4",
 )
