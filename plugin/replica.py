@@ -10,8 +10,6 @@ States: ATTACHING -> SERVING -> STAGING -> FENCED -> SERVING; from FENCED also I
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +34,7 @@ from weight_sync.errors import (
 from weight_sync.fence import Fence
 from weight_sync.following import check_fits, choose_target, history_of, may_pass, prepare, recognise
 from weight_sync.history import table_of, view_of
+from weight_sync.naming import give_back, take_name
 from weight_sync.ports import Engine, PauseMode, ReplicaEnd, Transport
 from weight_sync.proto.v1 import manifest_pb2, replica_pb2, trajectory_pb2
 from weight_sync.registry import open_transport
@@ -62,7 +61,7 @@ class Replica:
 
     def __init__(self, config: Config, transport: Transport, engine: Engine) -> None:
         self.config, self.engine = config, engine
-        self.replica_id = config.replica_id or f"{socket.gethostname()}-{os.getpid()}".replace("_", "-")
+        self.replica_id = config.replica_id or take_name()
         self._transport = transport
         self._end: ReplicaEnd = transport.replica_end(config.run_id)
         self._history = history_of(self._end, config, self.replica_id, engine)
@@ -390,6 +389,7 @@ class Replica:
             self._acknowledge()
             self._end.release(self.replica_id)
         self._end.close()
+        give_back(self.replica_id)
 
     def __enter__(self) -> Replica:
         return self

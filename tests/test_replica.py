@@ -749,6 +749,21 @@ def test_a_fork_that_an_engine_cannot_serve_leaves_it_where_it_was(keys: Config,
                 assert serves(held, 1) and (replica.run_id, replica.version) == (publisher.run_id, 1)
 
 
+def test_replicas_of_one_process_keep_leases_of_their_own(keys: Config, publisher: Publisher) -> None:
+    publisher.publish(model(0), step=0)
+    engines = [holding(model(9)), holding(model(9))]
+    with Replica.open(keys, engines[0]) as first, Replica.open(keys, engines[1]) as second:
+        assert first.replica_id != second.replica_id
+        before = first.sync().version
+        publisher.publish(model(1), step=1)
+        after = second.sync().version
+        assert dict(publisher._end.leases()) == {first.replica_id: before, second.replica_id: after} and before != after
+        name = second.replica_id
+        second.close()
+        with Replica.open(keys, engines[1]) as again:
+            assert again.replica_id == name, "a name that is free is taken again"
+
+
 def test_a_lease_keeps_what_a_replica_serves(tmp_path: Path) -> None:
     keys = config(tmp_path, anchor_every=2, keep_versions=1)
     held = MemoryEngine({})
