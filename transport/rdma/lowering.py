@@ -141,19 +141,29 @@ def lower(
             out.posts.append(post)
             plain[group].append(Task(f"engine rank {rank}", 0, (("write", _starter(post)),)))
     ready = list(_staged(agent, made, sources, targets, staging, staging_bytes, out))
+    count = max(groups, 1 + max((item.group for item in writes), default=-1))
+    out.tasks += _in_groups(plain, ready, count, barrier)
+    return out
+
+
+def _in_groups(
+    plain: Mapping[int, list[Task]], ready: Sequence[tuple[int, Task]], count: int,
+    barrier: Callable[[int], Callable[[], Done]] | None,
+) -> list[Task]:  # fmt: skip
+    """All tasks, mesh group by mesh group, with the barrier's between them."""
+    tasks: list[Task] = []
     staged_at: list[int] = []  # index among all tasks of each staged task
     gate = -1  # index of the barrier before this group
-    count = max(groups, 1 + max((item.group for item in writes), default=-1))
     for group in range(count):
-        out.tasks += [Task(task.name, task.nbytes, task.stages, gate) for task in plain[group]]
+        tasks += [Task(task.name, task.nbytes, task.stages, gate) for task in plain.get(group, ())]
         for task in (task for owner, task in ready if owner == group):
             after = staged_at[task.after] if task.after >= 0 else -1
-            staged_at.append(len(out.tasks))
-            out.tasks.append(Task(task.name, task.nbytes, task.stages, max(after, gate)))
+            staged_at.append(len(tasks))
+            tasks.append(Task(task.name, task.nbytes, task.stages, max(after, gate)))
         if barrier is not None and group + 1 < count:
-            gate = len(out.tasks)
-            out.tasks.append(Task(f"mesh group {group}", 0, (("barrier", barrier(group)),), gate - 1))
-    return out
+            gate = len(tasks)
+            tasks.append(Task(f"mesh group {group}", 0, (("barrier", barrier(group)),), gate - 1))
+    return tasks
 
 
 def _gathers(item: Write, width: int, limit: int) -> bool:
