@@ -37,7 +37,7 @@ class _Strict(yaml.SafeLoader):
 def read_yaml(path: str | Path) -> Any:
     """What a YAML or JSON file holds. Raises ConfigError when it cannot be read, is not YAML, or has a key twice."""
     try:
-        return yaml.load(Path(path).read_text(), _Strict)
+        return _Strict(Path(path).read_text()).get_single_data()
     except OSError as error:
         raise ConfigError("cannot read the file", field=str(path), found=error.strerror) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
