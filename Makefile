@@ -47,9 +47,9 @@ test-engines: ## Tests on real engines, each in an environment of its own (downl
 	@scripts/env.sh vllm .venv-vllm >/dev/null
 	.venv-vllm/bin/python -m pytest -m "not full" $(ARGS) tests/engines/test_vllm*.py
 	@scripts/env.sh vllm-0.29 .venv-vllm-0.29 >/dev/null
-	.venv-vllm-0.29/bin/python -m pytest $(ARGS) -k "leans_on or every_version or packed" tests/engines/test_vllm*.py
+	.venv-vllm-0.29/bin/python -m pytest -m "not full" $(ARGS) -k "leans_on or every_version" tests/engines/test_vllm*.py
 	@scripts/env.sh sglang .venv-sglang >/dev/null
-	.venv-sglang/bin/python -m pytest $(ARGS) -m "not full" tests/engines/test_sglang*.py
+	.venv-sglang/bin/python -m pytest -m "not full" $(ARGS) tests/engines/test_sglang*.py
 
 test-hosts: ## Tests in real trainers, each in an environment of its own (downloads about 2 GB once; slime with SLIME_SRC=checkout)
 	@scripts/env.sh verl .venv-verl >/dev/null

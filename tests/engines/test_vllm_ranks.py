@@ -20,8 +20,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return publish(tmp_path_factory.mktemp("llama"), "llama-tied", LAST)
 
 
-@pytest.mark.parametrize("options", [("--additional-config", '{"weight_sync": {"in_place": true}}'), ()],
-                         ids=["in place", "packed"])  # fmt: skip
+@pytest.mark.parametrize("options", [
+    pytest.param(("--additional-config", '{"weight_sync": {"in_place": true}}'), id="in place"),
+    pytest.param((), id="packed", marks=pytest.mark.full),
+])  # fmt: skip
 def test_every_rank_applies_its_part_and_the_sum_is_the_versions(
     run: Run, options: tuple[str, ...], tmp_path: Path
 ) -> None:
