@@ -1,6 +1,6 @@
 """Blocks of the configuration that a room of the core reads whole: their keys, defaults, help and checks.
 
-Owns the model of a block, and the block ``contract``. Owns no reading of files and no environment (config.py).
+Owns the model of a block, and the blocks ``contract``, ``adapter`` and ``rdma``. Owns no reading of files and no environment (config.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-__all__ = ["Contract", "Keys"]
+__all__ = ["Adapter", "Contract", "Keys", "Rdma"]
 
 
 class Keys(BaseModel):
@@ -41,3 +41,33 @@ class Contract(Keys):
 
             parse_rules(value)
         return value
+
+
+class Adapter(Keys):
+    """Of a run whose versions are LoRA adapters to one version of a base; docs/lora.md."""
+
+    base: str | None = Field(
+        None,
+        description="what is adapted: a checkpoint folder, or a store of its versions, URI or URI@N (default: head)",
+    )
+    base_view: str | None = Field(None, description="view of the base's version; default: the only one")
+
+
+class Rdma(Keys):
+    """Of the rdma backend; docs/rdma.md says what to set on a cluster."""
+
+    commit: Literal["shadow", "direct"] = Field(
+        "shadow", description="land beside the live weights, or straight in them inside the fence (no undo)"
+    )
+    transports: str | None = Field(None, description="UCX_TLS; default: UCX's choice, tcp and sm without RDMA devices")
+    devices: str | None = Field(None, description="UCX_NET_DEVICES; default: UCX's choice")
+    chunk_bytes: int = Field(8 << 20, ge=1 << 12, description="largest write of a schedule")
+    in_flight: int = Field(4, ge=1, le=1024, description="posts in flight to one engine rank")
+    staging_bytes: int = Field(256 << 20, ge=1 << 16, description="most memory for bits on their way to one engine")
+    gather_bytes: int = Field(16 << 10, ge=0, description="bits that lie in shorter runs are gathered, then written")
+    barrier: bool = Field(False, description="trainer ranks wait for each other between mesh groups")
+    ring_bytes: int = Field(0, ge=0, description="room for patches in each engine's memory; 0: whole states only")
+    sparse_share: float = Field(0.25, ge=0, le=1, description="patches up to this share of a state travel as patches")
+    window_s: float = Field(60.0, gt=0, description="longest wait for a version to land")
+    patience_s: float = Field(5.0, ge=0, description="how long a new version waits for writes of the one before")
+    poll_s: float = Field(0.002, gt=0, description="pause between looks for end notes in the receive window")

@@ -10,9 +10,10 @@ import json
 import os
 import shutil
 import struct
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +22,13 @@ from weight_sync.codec.digest import Digest, digest_tensor
 from weight_sync.errors import FormatError, InputError, TensorError
 from weight_sync.tensors import TensorSpec, sorted_table
 
-__all__ = ["Checkpoint", "write_safetensors"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Checkpoint", "mapped_tensors", "write_safetensors"]
 
 _MAX_HEADER = 100 << 20
+_ALONE = {"model.safetensors", "adapter_model.safetensors"}
 _SHARD_BYTES = 5 << 30  # of a written file, like the hub's own
 
 
@@ -95,6 +100,26 @@ class Checkpoint:
     def digest(self, threads: int = 1) -> Digest:
         """Of the whole state."""
         return Digest.sum(digest for _, digest in self.digests(threads=threads))
+
+
+def mapped_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors by name: the mapped bits seen as torch's dtypes, not copied and not to be written to.
+
+    Raises TensorError for a dtype that torch does not have.
+    """
+    import torch
+
+    named: dict[str, torch.Tensor] = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing here writes
+        for spec in checkpoint.table:
+            bits = checkpoint.bits(spec.name)
+            flat = torch.from_numpy(bits.view("u1" if spec.type.width == 1 else f"i{spec.type.width}"))
+            shape = spec.shape
+            if spec.type.bits < 8:  # torch counts bytes, safetensors counts codes
+                shape = (*shape[:-1], shape[-1] * spec.type.bits // 8)
+            named[spec.name] = flat.view(spec.type.torch).reshape(shape)
+    return named
 
 
 def _read_header(file: Path) -> Iterator[tuple[TensorSpec, tuple[int, int]]]:
@@ -189,8 +214,8 @@ def plan_files(table: Iterable[TensorSpec], limit: int = _SHARD_BYTES) -> dict[s
 
 
 def write_index(folder: Path, files: Mapping[str, list[TensorSpec]]) -> None:
-    """The hub's index; nothing for one file of the name that is looked for without an index."""
-    if set(files) == {"model.safetensors"}:
+    """The hub's index; nothing for one file of a name that is looked for without an index."""
+    if len(files) == 1 and not _ALONE.isdisjoint(files):
         return
     total = sum(spec.nbytes for specs in files.values() for spec in specs)
     names = {spec.name: file for file, specs in files.items() for spec in specs}

@@ -20,10 +20,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from weight_sync.blocks import Contract, Keys
+from weight_sync.blocks import Adapter, Contract, Keys, Rdma
 from weight_sync.errors import ConfigError
 
-__all__ = ["Auth", "Config", "Contract", "Rdma", "Signing", "Tls", "Token", "View", "check_name", "crash_point", "load"]
+__all__ = [
+    "Adapter", "Auth", "Config", "Contract", "Rdma", "Signing", "Tls", "Token", "View", "check_name", "crash_point", "load",
+]  # fmt: skip
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -152,26 +154,6 @@ class Signing(Keys):
     )
 
 
-class Rdma(Keys):
-    """Of the rdma backend; docs/rdma.md says what to set on a cluster."""
-
-    commit: Literal["shadow", "direct"] = Field(
-        "shadow", description="land beside the live weights, or straight in them inside the fence (no undo)"
-    )
-    transports: str | None = Field(None, description="UCX_TLS; default: UCX's choice, tcp and sm without RDMA devices")
-    devices: str | None = Field(None, description="UCX_NET_DEVICES; default: UCX's choice")
-    chunk_bytes: int = Field(8 << 20, ge=1 << 12, description="largest write of a schedule")
-    in_flight: int = Field(4, ge=1, le=1024, description="posts in flight to one engine rank")
-    staging_bytes: int = Field(256 << 20, ge=1 << 16, description="most memory for bits on their way to one engine")
-    gather_bytes: int = Field(16 << 10, ge=0, description="bits that lie in shorter runs are gathered, then written")
-    barrier: bool = Field(False, description="trainer ranks wait for each other between mesh groups")
-    ring_bytes: int = Field(0, ge=0, description="room for patches in each engine's memory; 0: whole states only")
-    sparse_share: float = Field(0.25, ge=0, le=1, description="patches up to this share of a state travel as patches")
-    window_s: float = Field(60.0, gt=0, description="longest wait for a version to land")
-    patience_s: float = Field(5.0, ge=0, description="how long a new version waits for writes of the one before")
-    poll_s: float = Field(0.002, gt=0, description="pause between looks for end notes in the receive window")
-
-
 _OF_SCHEME = {"grpc": "grpc", "grpcs": "grpc", "rdma": "rdma"}  # every other scheme is a store's
 
 
@@ -225,6 +207,9 @@ class Config(Keys):
         None, description="how served bits come from the trainer's: cast, bf16, fp8-block, ...; default: as base says"
     )
     views: tuple[View, ...] = Field((), description="views to publish together, instead of view, base and scheme")
+    adapter: Adapter = Field(
+        default_factory=lambda: Adapter.model_validate({}), description="set on the publisher of a LoRA adapter"
+    )
     forms: tuple[Literal["step", "compact"], ...] = Field(("step",), description="forms in which patches are stored")
     take: Literal["step", "compact"] = Field(
         "compact", description="form that a reader takes where it holds every old bit and the version has both"

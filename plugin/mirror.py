@@ -1,4 +1,4 @@
-"""Mirror: a folder in Hugging Face checkpoint format that is kept at a version, for readers that only know folders.
+"""Mirror: a folder in Hugging Face checkpoint format (an adapter's: in PEFT's) that is kept at a version, for readers that only know folders.
 
 Owns the names of the version folders, the atomic switch between them, the way back, recognition after a crash, and
 `materialize` for a folder of one version. Owns no bytes of weights (folder.py), no reading of a store (history.py), no
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from weight_sync.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from weight_sync.checkpoint import Checkpoint, copy_other_files
 from weight_sync.codec.digest import Digest
 from weight_sync.config import check_name, crash_point
@@ -168,7 +169,12 @@ def _write(folder: Path, update: Update, old: Kept | None, config_from: Path | N
            progress: Callable[[int, int], None] | None = None) -> Kept:  # fmt: skip
     """Fills an empty folder with the version that the update leads to, from ``old``'s bits unless it is full."""
     start = None if old is None else (Checkpoint(old.folder), old.digest)
-    known = _base_files(config_from) if old is None else None
+    if update.manifest.HasField("adapter"):  # a folder of PEFT's: the base's files are not part of it
+        config_from = None
+        (folder / ADAPTER_CONFIG).write_text(update.manifest.adapter.config, encoding="utf-8")
+        known: dict[str, str] | None = {spec.name: ADAPTER_WEIGHTS for spec in update.tensors}
+    else:
+        known = _base_files(config_from) if old is None else None
     writer = FolderWriter(folder, update.tensors, start, known, threads)
     total, done = sum(spec.nbytes for spec in update.tensors), 0
     for piece in update.dense():

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 
+from weight_sync.adapter import named_base
 from weight_sync.checkpoint import Checkpoint
 from weight_sync.codec.digest import Digest
 from weight_sync.codec.shard import build_shard, identity
 from weight_sync.config import Config
 from weight_sync.consensus import together, writer_name
-from weight_sync.errors import ForkRequiredError, VersionMissingError
+from weight_sync.errors import ConfigError, ForkRequiredError, VersionMissingError
 from weight_sync.history import first_version, view_of
 from weight_sync.layout.box import Box
 from weight_sync.lineage import Ledger
@@ -124,6 +125,9 @@ def _check_run(reader: ReplicaEnd, config: Config, bases: manifest_pb2.VersionMa
 
 def _check_views(head: manifest_pb2.VersionManifest, config: Config) -> None:
     """A run keeps the views that it has: whoever follows one of them must find it in every version."""
+    if head.HasField("adapter") and config.adapter.base is None:
+        raise ConfigError("the run's versions are adapters", field="weight_sync.adapter.base", found=None,
+                          expected=named_base(head.adapter), do="set it, or give the models a uri of their own")  # fmt: skip
     published = [keys.name for keys in config.published]
     for name in published:
         view_of(head, name)

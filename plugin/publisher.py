@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from weight_sync import config as configuration
+from weight_sync.adapting import AdapterLine
 from weight_sync.codec.digest import Digest
 from weight_sync.config import Config, crash_point
 from weight_sync.consensus import together, writer_name
@@ -45,7 +46,7 @@ from weight_sync.views import Views
 if TYPE_CHECKING:
     import torch
 
-    from weight_sync.served import Source
+    from weight_sync.adapting import Offered
 
 __all__ = ["PublishReport", "Publisher"]
 
@@ -60,10 +61,11 @@ class Publisher:
     """
 
     def __init__(
-        self, config: Config, end: PublisherEnd, run: OpenedRun, group: Group, views: Views, declared: Declaration
-    ) -> None:
+        self, config: Config, end: PublisherEnd, run: OpenedRun, group: Group, views: Views, declared: Declaration,
+        line: AdapterLine | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.group = config, group
-        self._end, self._run = end, run
+        self._end, self._run, self._line = end, run, line
         self._views, self._declared = views, declared
         lookup = end.reader().manifest if group.rank == 0 else None  # rank 0 decides when a full state is due
         self._ledger = Ledger.of(run.head, views.schemes, lookup)
@@ -108,7 +110,8 @@ class Publisher:
             views = Views(config)
             views.check_end(end)
             digests = base_digests(config, transport, ranks)
-            publisher = cls(config, end, open_run(config, transport, end, ranks), ranks, views, declared)
+            line = AdapterLine.open(config, transport, ranks)
+            publisher = cls(config, end, open_run(config, transport, end, ranks), ranks, views, declared, line)
             publisher._start(digests)
             publisher.inbox = publisher._intake.open(config, publisher.run_id, ranks.rank)
         except BaseException:
@@ -155,13 +158,14 @@ class Publisher:
     # --- publishing ---
 
     def publish(
-        self, source: Source, step: int | None = None, metadata: Mapping[str, str] | None = None, *, cast: bool = True
+        self, source: Offered, step: int | None = None, metadata: Mapping[str, str] | None = None, *, cast: bool = True
     ) -> PublishReport | None:
         """Publishes what ``source`` holds now as the next version.
 
         Args:
             source: a module, or (this rank's) tensors by checkpoint name; plain tensors or DTensors. A module must have
-                the tensors of the version before; named tensors may appear, vanish and change shape.
+                the tensors of the version before; named tensors may appear, vanish and change shape. With
+                ``adapter.base``: a model wrapped by peft, an `AdapterSource`, or a folder that PEFT saved.
             step: the trainer's own counter; must be above the head's.
             metadata: free text that travels with the version.
             cast: serve float tensors in the dtype of the version before (fp32 masters as bf16). False carries a change
@@ -175,7 +179,7 @@ class Publisher:
         """
         self._settled()
         started = time.perf_counter()
-        offer = Offer(source, step, metadata or {}, cast)
+        offer = Offer(source, step, metadata or {}, cast, self._line)
         job = Round(self._begin(offer), step, dict(metadata or {}), started)
         self._prepare(job, offer.storages)
         if self._background is None:
@@ -201,13 +205,13 @@ class Publisher:
         self._views.exchange(offer.storages, self.group)
         return plan
 
-    def recognise(self, source: Source) -> int | None:
+    def recognise(self, source: Offered) -> int | None:
         """The version whose bits ``source`` holds now; None for none. Publishes nothing; a collective call.
 
         For a trainer that resumes from a checkpoint of its own. Raises as `publish`; looks at the newest versions only.
         """
         self._settled()
-        offer = Offer(source, None, {}, True)
+        offer = Offer(source, None, {}, True, self._line)
         self._begin(offer)
 
         def gained() -> bytes:
@@ -259,6 +263,8 @@ class Publisher:
     def _prepare(self, job: Round, storages: Mapping[str, torch.Tensor]) -> None:
         try:
             job.made = self._views.prepare(storages, self._ledger)
+            if self._line is not None and self.group.rank == 0:
+                job.adapter = self._line.message(job.made[0].view.table)
             crash_point("publish:encoded")
         except Exception as error:  # told to the other ranks where they next meet
             job.why = error
@@ -302,6 +308,8 @@ class Publisher:
         assert job.made is not None
         full = bool(job.plan.anchor_reason)
         manifest = self._ledger.manifest(self._run, job.plan.number, job.step, job.metadata, full, writer_name())
+        if job.adapter is not None:
+            manifest.adapter.CopyFrom(job.adapter)
         self._views.add_to(manifest, self._ledger, job.made, parts)
         return self._commit(manifest)
 

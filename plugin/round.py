@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from weight_sync.errors import ForkRequiredError
 from weight_sync.lineage import Ledger, check_labels, check_step
-from weight_sync.proto.v1 import report_pb2
+from weight_sync.proto.v1 import manifest_pb2, report_pb2
 from weight_sync.served import named_source, storages_of, view_fingerprint
 from weight_sync.views import Views
 from weight_sync.work import Prepared
@@ -19,7 +19,7 @@ from weight_sync.work import Prepared
 if TYPE_CHECKING:
     import torch
 
-    from weight_sync.served import Source
+    from weight_sync.adapting import AdapterLine
 
 __all__ = ["LEARN", "Offer", "Round"]
 
@@ -30,10 +30,11 @@ LEARN, _KNOWN = b"L", b"K"
 class Offer:
     """What this rank was handed. ``named`` and ``storages`` are there once it has been opened."""
 
-    source: Source
+    source: Any  # a Source; of a run of adapters, what `AdapterLine.take` takes
     step: int | None
     metadata: Mapping[str, str]
     cast: bool
+    line: AdapterLine | None = None
     named: Any = None
     storages: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -44,7 +45,7 @@ class Offer:
         if reason:
             raise ForkRequiredError(reason, field="step", found=self.step, expected=f"above {ledger.step}",
                                     do="resume the trainer from the head, or fork: true to start a new run")  # fmt: skip
-        self.named = named_source(self.source)
+        self.named = named_source(self.source if self.line is None else self.line.take(self.source))
         self.storages = storages_of(self.named)
         return _KNOWN if views.know(view_fingerprint(self.named, self.cast)) else LEARN
 
@@ -59,4 +60,5 @@ class Round:
     started: float
     made: list[Prepared] | None = None
     why: Exception | None = None
+    adapter: manifest_pb2.Adapter | None = None  # on rank 0, of a version that is one
     seconds: dict[str, float] = field(default_factory=dict)

@@ -29,7 +29,7 @@ from weight_sync.publisher import Publisher
 from weight_sync.reports import PublishReport
 
 if TYPE_CHECKING:
-    from weight_sync.served import Source
+    from weight_sync.adapting import Offered
 
 __all__ = ["SHARD", "TrainerHost", "check_profile", "must_stop"]
 
@@ -87,7 +87,7 @@ class TrainerHost(ABC):
     # --- the port ---
 
     @abstractmethod
-    def source(self) -> Source:
+    def source(self) -> Offered:
         """This rank's part of the served view as it is now; may use the host's own collectives."""
 
     def group(self) -> Group:
@@ -194,9 +194,9 @@ class TrainerHost(ABC):
             self._settle()
             self._wait_for(publisher, self.config.wait_acks)
 
-    def _offered(self) -> Source:
+    def _offered(self) -> Offered:
         """This rank's source; when making it fails on one rank, all raise and none waits for it."""
-        made: list[Source] = []
+        made: list[Offered] = []
 
         def make() -> bytes:
             made.append(self.source())
@@ -205,7 +205,7 @@ class TrainerHost(ABC):
         together(self._group, make, lambda _: b"")
         return made[0]
 
-    def _holds_head(self, publisher: Publisher, source: Source, step: int | None) -> bool:
+    def _holds_head(self, publisher: Publisher, source: Offered, step: int | None) -> bool:
         """After a restart: whether the host's checkpoint is the run's head, so that there is nothing to publish.
 
         Raises ForkRequiredError, saying which version it is, when the run has gone on since that checkpoint.

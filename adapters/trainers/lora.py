@@ -12,9 +12,13 @@ from typing import Any
 
 import torch
 
+from weight_sync.adapting import AdapterSource
 from weight_sync.errors import TensorError
+from weight_sync.layout.storage import in_memory
 
-__all__ = ["Adapted", "adapted", "adapter_config", "adapter_tensors", "is_adapter", "merged", "without_adapter"]
+__all__ = [
+    "Adapted", "adapted", "adapter_config", "adapter_source", "adapter_tensors", "is_adapter", "merged", "without_adapter",
+]  # fmt: skip
 
 _BASE = ".base_layer."
 _ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
@@ -93,9 +97,15 @@ def adapter_tensors(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -
     return found
 
 
-def adapter_config(model: torch.nn.Module) -> dict[str, str]:
-    """What goes into ``adapter_config.json``, as free text of a version; needs what peft calls the default adapter."""
+def adapter_config(model: torch.nn.Module) -> str:
+    """``adapter_config.json`` of the active adapter, as peft's ``save_pretrained`` writes it."""
     wrapped: Any = model
-    config = wrapped.peft_config[wrapped.active_adapter].to_dict()
-    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-    return {"peft_config": json.dumps(plain, default=str, sort_keys=True)}
+    found = {**wrapped.peft_config[wrapped.active_adapter].to_dict(), "inference_mode": True}
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in found.items()}
+    return json.dumps(plain, default=str, indent=2, sort_keys=True)
+
+
+def adapter_source(model: torch.nn.Module) -> AdapterSource:
+    """The active adapter of a model that peft has wrapped, from where its parameters lie (sharded ones, too)."""
+    state = {name: tensor for name, tensor in in_memory(model).items() if is_adapter(name)}
+    return AdapterSource(adapter_tensors(model, state), adapter_config(model))

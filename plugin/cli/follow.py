@@ -45,7 +45,8 @@ def follow(
         float | None, typer.Option(min=0, metavar="S", help="With --once: longest wait for a first version.")
     ] = None,
 ) -> None:
-    """Keeps DIR a Hugging Face checkpoint of the newest version: safetensors, configuration, tokenizer.
+    """Keeps DIR a Hugging Face checkpoint of the newest version: safetensors, configuration, tokenizer. Of a run of
+    adapters: a folder of PEFT's, adapter_model.safetensors and adapter_config.json.
 
     DIR is switched with one rename, so a reader never sees half a version, and each version's digest is checked before.
     Then --on-commit runs, with WEIGHT_SYNC_PATH, _RUN_ID, _VERSION and _DIGEST set (a URL gets them as JSON); when it
@@ -102,6 +103,9 @@ def _await_base(config: Config, out: Output, stop: threading.Event) -> str | Non
         if stop.is_set():
             return None
         base = history_of(end, config).resolve_base(None)
+        head = end.head()
+        if head is not None and end.manifest(head).HasField("adapter"):
+            return None  # an adapter's folder has no other files
     if base is None:
         out.note("the base is not here: give --base, or configuration and tokenizer files will be missing")
     return base

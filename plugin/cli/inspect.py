@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weight_sync.cli.failure import FAULTY
+from weight_sync.cli.log import adapter_row
 from weight_sync.cli.options import Common, reader
 from weight_sync.cli.output import Output, size
 from weight_sync.errors import InputError, StoreError, VersionError
@@ -84,6 +85,7 @@ def _store(end: ReplicaEnd, config: Config) -> dict[str, Any]:
         "bytes": _bytes(versions),
         "views": [_view(view) for view in head.views] if head is not None else [],
         "base": _base(versions),
+        "adapter": None if head is None else adapter_row(head),
     }
     return document | _replicas(config, run_id, head)
 
@@ -189,6 +191,10 @@ def _show(out: Output, document: dict[str, Any]) -> None:
     if document["base"] is not None:
         base = document["base"]
         pairs.append(("base", " ".join(filter(None, (base["uri"], base["hf_id"], base["hf_revision"])))))
+    if document["adapter"] is not None:
+        adapter = document["adapter"]
+        of = adapter["uri"] if adapter["run_id"] is None else f"version {adapter['number']} of run {adapter['run_id']}"
+        pairs.append(("adapter", f"rank {adapter['config'].get('r')}, of {of}, digest {adapter['digest']}"))
     for view in document["views"]:
         what = f"{view['tensors']} tensors, {view['elements']} elements, {size(view['bytes'])}"
         pairs.append((f"view {view['name']}", f"{what}, {' '.join(view['dtypes'])}, digest {view['digest']}"))

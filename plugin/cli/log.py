@@ -17,7 +17,7 @@ from weight_sync.errors import VersionMissingError
 if TYPE_CHECKING:
     from weight_sync.proto.v1 import manifest_pb2
 
-__all__ = ["log", "version_row"]
+__all__ = ["adapter_row", "log", "version_row"]
 
 
 def log(
@@ -78,6 +78,26 @@ def version_row(entry: manifest_pb2.VersionManifest, view: str | None = None) ->
         "created_unix_ms": entry.created_unix_ms,
         "writer": entry.writer,
         "metadata": dict(entry.metadata),
+        "adapter": adapter_row(entry),
+    }
+
+
+def adapter_row(entry: manifest_pb2.VersionManifest) -> dict[str, Any] | None:
+    """Which base a version adapts, and how; None for a whole model. ``run_id`` is None for a base that is no version."""
+    if not entry.HasField("adapter"):
+        return None
+    import json
+
+    from weight_sync.codec.digest import Digest
+
+    adapter = entry.adapter
+    named = adapter.HasField("base")
+    return {
+        "run_id": adapter.base.run_id if named else None,
+        "number": adapter.base.number if named else None,
+        "digest": Digest.from_proto(adapter.base_digest).hex(),
+        "uri": adapter.reference.uri,
+        "config": json.loads(adapter.config),
     }
 
 

@@ -1,12 +1,11 @@
 """``weight-sync publish``: checkpoint folders become versions.
 
-Owns which folder becomes which version, and the mapping of a checkpoint's bits to tensors. Owns no diff and no store.
+Owns which folder becomes which version. Owns no diff and no store.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,13 +18,11 @@ from weight_sync.cli.output import Output, printable, seconds, share, size
 from weight_sync.errors import ConfigError, WeightSyncError
 
 if TYPE_CHECKING:
-    import torch
-
     from weight_sync.checkpoint import Checkpoint
     from weight_sync.config import Config
     from weight_sync.publisher import Publisher
 
-__all__ = ["mapped_tensors", "publish"]
+__all__ = ["publish"]
 
 
 def publish(
@@ -37,6 +34,10 @@ def publish(
     step: Annotated[
         list[int] | None,
         typer.Option(metavar="N", help="The trainer's step: once per folder, or that of the first; then it counts on."),
+    ] = None,
+    adapter_base: Annotated[
+        str | None,
+        typer.Option(metavar="DIR_OR_URI", help="Of LoRA adapters: the base, a checkpoint or a store (URI, URI@N)."),
     ] = None,
 ) -> None:
     """Publishes checkpoint folders, each as the next version, carrying what changed since the one before.
@@ -53,17 +54,21 @@ def publish(
         weight-sync publish ckpt-0 --to s3://bucket/run --set ship_base=always
         weight-sync publish other-0 other-1 --to /shared/run --set fork=true
 
+    Folders that PEFT saved (adapter_config.json beside the tensors) become versions of an adapter, on a named base:
+
+        weight-sync publish adapter-0 adapter-1 --to /shared/lora --adapter-base /shared/run@0
+
     Memory is that of one state, the base of the next diff; with --set snapshot=file it lies on disk.
     """
     from weight_sync.checkpoint import Checkpoint
     from weight_sync.publisher import Publisher
 
-    config = common.config(to).replace(overlap=False)
+    config = _with_adapter(common.config(to).replace(overlap=False), checkpoints, adapter_base)
     if not config.views and config.scheme is None:  # a folder that is quantised is published as it is
         config = config.replace(scheme="cast")
     steps = _steps(len(checkpoints), step)
     opened = [Checkpoint(path) for path in checkpoints]  # what is no checkpoint is refused before anything is written
-    if config.base is None and _is_new(config):
+    if config.base is None and config.adapter.base is None and _is_new(config):
         config = config.replace(base=os.fspath(checkpoints[0]))
         first_is_base = True
     else:
@@ -86,6 +91,25 @@ def publish(
         raise
 
 
+def _with_adapter(config: Config, folders: Sequence[Path], base: str | None) -> Config:
+    """The configuration, for adapters when the folders are PEFT's. Raises ConfigError for some that are and some not."""
+    from weight_sync.adapter import ADAPTER_CONFIG
+
+    adapters = [folder for folder in folders if (folder / ADAPTER_CONFIG).is_file()]
+    if base is not None:
+        config = config.replace(adapter={**config.adapter.model_dump(), "base": base})
+    if not adapters and config.adapter.base is None:
+        return config
+    if len(adapters) < len(folders):
+        other = next(folder for folder in folders if folder not in adapters)
+        raise ConfigError("not an adapter", field=os.fspath(other), expected=f"{ADAPTER_CONFIG} in each folder",
+                          do="publish adapters and models to uris of their own")  # fmt: skip
+    if config.adapter.base is None:
+        raise ConfigError("an adapter needs a base", field="--adapter-base", found=None,
+                          do="name the checkpoint, or the store and version, that it was trained on")  # fmt: skip
+    return config
+
+
 def _steps(count: int, given: Sequence[int] | None) -> list[int | None]:
     if not given:
         return [None] * count
@@ -104,29 +128,12 @@ def _is_new(config: Config) -> bool:
         return end.head() is None
 
 
-def mapped_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors by name: the mapped bits seen as torch's dtypes, not copied and not to be written to.
-
-    Raises TensorError for a dtype that torch does not have.
-    """
-    import torch
-
-    named: dict[str, torch.Tensor] = {}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing here writes
-        for spec in checkpoint.table:
-            bits = checkpoint.bits(spec.name)
-            flat = torch.from_numpy(bits.view("u1" if spec.type.width == 1 else f"i{spec.type.width}"))
-            shape = spec.shape
-            if spec.type.bits < 8:  # torch counts bytes, safetensors counts codes
-                shape = (*shape[:-1], shape[-1] * spec.type.bits // 8)
-            named[spec.name] = flat.view(spec.type.torch).reshape(shape)
-    return named
-
-
 def _publish_one(publisher: Publisher, checkpoint: Checkpoint, step: int | None) -> dict[str, Any]:
+    from weight_sync.checkpoint import mapped_tensors
+
     source = printable(os.fspath(checkpoint.path))
-    report = publisher.publish(mapped_tensors(checkpoint), step, {"checkpoint": source}, cast=False)
+    offered: Any = mapped_tensors(checkpoint) if publisher.config.adapter.base is None else checkpoint.path
+    report = publisher.publish(offered, step, {"checkpoint": source}, cast=False)
     assert report is not None  # nothing overlaps here
     return {
         "checkpoint": source,

@@ -95,6 +95,20 @@ class ViewManifest(_message.Message):
     base: BaseReference
     def __init__(self, name: _Optional[str] = ..., scheme: _Optional[str] = ..., digest: _Optional[_Union[_common_pb2.Digest, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[ShardRef, _Mapping]]] = ..., elements: _Optional[int] = ..., changed: _Optional[int] = ..., base: _Optional[_Union[BaseReference, _Mapping]] = ...) -> None: ...
 
+class Adapter(_message.Message):
+    __slots__ = ("base", "base_view", "base_digest", "reference", "config")
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    BASE_VIEW_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    base: _common_pb2.VersionId
+    base_view: str
+    base_digest: _common_pb2.Digest
+    reference: BaseReference
+    config: str
+    def __init__(self, base: _Optional[_Union[_common_pb2.VersionId, _Mapping]] = ..., base_view: _Optional[str] = ..., base_digest: _Optional[_Union[_common_pb2.Digest, _Mapping]] = ..., reference: _Optional[_Union[BaseReference, _Mapping]] = ..., config: _Optional[str] = ...) -> None: ...
+
 class Signature(_message.Message):
     __slots__ = ("key_id", "ed25519")
     KEY_ID_FIELD_NUMBER: _ClassVar[int]
@@ -104,7 +118,7 @@ class Signature(_message.Message):
     def __init__(self, key_id: _Optional[str] = ..., ed25519: _Optional[bytes] = ...) -> None: ...
 
 class VersionManifest(_message.Message):
-    __slots__ = ("format", "run_id", "number", "epoch", "kind", "parent", "step", "views", "base", "contract", "metadata", "writer", "reason", "created_unix_ms", "signature", "nonce", "terms")
+    __slots__ = ("format", "run_id", "number", "epoch", "kind", "parent", "step", "views", "base", "contract", "metadata", "writer", "reason", "created_unix_ms", "signature", "nonce", "terms", "adapter")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +143,7 @@ class VersionManifest(_message.Message):
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     TERMS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     format: int
     run_id: str
     number: int
@@ -146,4 +161,5 @@ class VersionManifest(_message.Message):
     signature: Signature
     nonce: bytes
     terms: _contract_pb2.ContractTerms
-    def __init__(self, format: _Optional[int] = ..., run_id: _Optional[str] = ..., number: _Optional[int] = ..., epoch: _Optional[int] = ..., kind: _Optional[_Union[EntryKind, str]] = ..., parent: _Optional[int] = ..., step: _Optional[int] = ..., views: _Optional[_Iterable[_Union[ViewManifest, _Mapping]]] = ..., base: _Optional[_Union[BaseReference, _Mapping]] = ..., contract: _Optional[_Union[_contract_pb2.ExecutionContract, _Mapping]] = ..., metadata: _Optional[_Mapping[str, str]] = ..., writer: _Optional[str] = ..., reason: _Optional[str] = ..., created_unix_ms: _Optional[int] = ..., signature: _Optional[_Union[Signature, _Mapping]] = ..., nonce: _Optional[bytes] = ..., terms: _Optional[_Union[_contract_pb2.ContractTerms, _Mapping]] = ...) -> None: ...
+    adapter: Adapter
+    def __init__(self, format: _Optional[int] = ..., run_id: _Optional[str] = ..., number: _Optional[int] = ..., epoch: _Optional[int] = ..., kind: _Optional[_Union[EntryKind, str]] = ..., parent: _Optional[int] = ..., step: _Optional[int] = ..., views: _Optional[_Iterable[_Union[ViewManifest, _Mapping]]] = ..., base: _Optional[_Union[BaseReference, _Mapping]] = ..., contract: _Optional[_Union[_contract_pb2.ExecutionContract, _Mapping]] = ..., metadata: _Optional[_Mapping[str, str]] = ..., writer: _Optional[str] = ..., reason: _Optional[str] = ..., created_unix_ms: _Optional[int] = ..., signature: _Optional[_Union[Signature, _Mapping]] = ..., nonce: _Optional[bytes] = ..., terms: _Optional[_Union[_contract_pb2.ContractTerms, _Mapping]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weight_sync.adapters.trainers.base import TrainerHost
 from weight_sync.adapters.trainers.block import read_block
 from weight_sync.adapters.trainers.deepspeed import gather_adapter, hold
 from weight_sync.adapters.trainers.lora import adapter_config
 from weight_sync.adapters.trainers.metrics import PREFIX
+from weight_sync.adapting import AdapterSource
 from weight_sync.config import Config
 from weight_sync.consensus import together
 from weight_sync.contract.facts import distribution_version
@@ -23,9 +24,7 @@ from weight_sync.errors import ConfigError, EngineError
 from weight_sync.group import default_group
 from weight_sync.ports import Group
 from weight_sync.publisher import Publisher
-
-if TYPE_CHECKING:
-    from weight_sync.served import Source
+from weight_sync.served import HeldTensors
 
 __all__ = ["OpenRlhfHost", "checkpoint_folder", "make_host", "reachable"]
 
@@ -65,10 +64,10 @@ class OpenRlhfHost(TrainerHost):
             **({} if self._tensor_parallel else {"tensor_parallel": 1, "data_parallel": self._group.size}),
         }  # fmt: skip
 
-    def source(self) -> Source:
+    def source(self) -> HeldTensors | AdapterSource:
         """What this rank holds; collective where something has to be gathered."""
         if self._adapter_only:
-            return gather_adapter(self._model, self.paths)
+            return AdapterSource(gather_adapter(self._model, self.paths), adapter_config(self._model))
         return hold(self._model, self._group, self.paths, self._tensor_parallel)
 
     def attach(self) -> None:
@@ -85,8 +84,7 @@ class OpenRlhfHost(TrainerHost):
         if not self._resumes:
             self._step += 1
         self._resumes = False
-        extra = adapter_config(self._model) if self._adapter_only else None
-        found = self.sync(self._step, extra)
+        found = self.sync(self._step)
         self.metrics = found if self.config.overlap else found | self._reach()
 
     def _fleet(self) -> dict[str, float]:
@@ -135,17 +133,19 @@ def make_host(actor: Any, block: Mapping[str, Any], lora: str, pretrain: str) ->
     args = actor.strategy.args
     model = actor.trainer.actor.model.module
     adapter_only = lora == "adapter" and hasattr(model, "peft_config")
-    folder = None if adapter_only else checkpoint_folder(str(block.get("base") or pretrain))
+    folder = checkpoint_folder(str(block.get("base") or pretrain))
+    named = (block.get("adapter") or {}).get("base") or block.get("adapter.base")
     hosts = str(block.get("backend", "")) in ("grpc", "rdma") or str(block["uri"]).partition("://")[0] in (
         "grpc",
         "rdma",
     )
     config = read_block(
         {key: value for key, value in block.items() if key != "base"},
-        base=folder,
+        base=None if adapter_only else folder,
         store=str(Path(args.ckpt.path).absolute() / "weight_sync") if hosts else None,
         view="adapter" if adapter_only else None,
-        base_hf_id=pretrain if adapter_only or folder != pretrain else None,
+        base_hf_id=pretrain if folder != pretrain else None,
+        **({"adapter.base": folder} if adapter_only and not named else {}),
     )
     step = int((actor.checkpoint_states or {}).get("global_step") or 0)
     tensor_parallel = int(getattr(args.ds, "tensor_parallel_size", 1)) > 1
