@@ -1,6 +1,7 @@
 """Blocks of the configuration that a room of the core reads whole: their keys, defaults, help and checks.
 
-Owns the model of a block, and the blocks ``contract``, ``adapter`` and ``rdma``. Owns no reading of files and no environment (config.py).
+Owns the model of a block, and the blocks ``contract``, ``adapter`` and ``rdma``. Owns no reading of files and no
+environment (config.py).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from weight_sync.tensors import TensorSpec, sorted_table
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint", "mapped_tensors", "write_safetensors"]
+__all__ = ["Checkpoint", "as_torch", "mapped_tensors", "write_safetensors"]
 
 _MAX_HEADER = 100 << 20
 _ALONE = {"model.safetensors", "adapter_model.safetensors"}
@@ -107,19 +107,20 @@ def mapped_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
     Raises TensorError for a dtype that torch does not have.
     """
+    return {spec.name: as_torch(spec, checkpoint.bits(spec.name)) for spec in checkpoint.table}
+
+
+def as_torch(spec: TensorSpec, bits: npt.NDArray[Any]) -> torch.Tensor:
+    """(elements,) unsigned seen as the tensor; shares memory. Raises TensorError for a dtype that torch does not have."""
     import torch
 
-    named: dict[str, torch.Tensor] = {}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing here writes
-        for spec in checkpoint.table:
-            bits = checkpoint.bits(spec.name)
-            flat = torch.from_numpy(bits.view("u1" if spec.type.width == 1 else f"i{spec.type.width}"))
-            shape = spec.shape
-            if spec.type.bits < 8:  # torch counts bytes, safetensors counts codes
-                shape = (*shape[:-1], shape[-1] * spec.type.bits // 8)
-            named[spec.name] = flat.view(spec.type.torch).reshape(shape)
-    return named
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # whoever asks does not write
+        flat = torch.from_numpy(bits.view("u1" if spec.type.width == 1 else f"i{spec.type.width}"))
+    shape = spec.shape
+    if spec.type.bits < 8:  # torch counts bytes, safetensors counts codes
+        shape = (*shape[:-1], shape[-1] * spec.type.bits // 8)
+    return flat.view(spec.type.torch).reshape(shape)
 
 
 def _read_header(file: Path) -> Iterator[tuple[TensorSpec, tuple[int, int]]]:

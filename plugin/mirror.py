@@ -1,4 +1,5 @@
-"""Mirror: a folder in Hugging Face checkpoint format (an adapter's: in PEFT's) that is kept at a version, for readers that only know folders.
+"""Mirror: a folder in Hugging Face checkpoint format that is kept at a version, for readers that only know folders. Of an
+adapter: a folder in PEFT's format.
 
 Owns the names of the version folders, the atomic switch between them, the way back, recognition after a crash, and
 `materialize` for a folder of one version. Owns no bytes of weights (folder.py), no reading of a store (history.py), no

@@ -21,7 +21,7 @@ import torch
 from cli_cases import ask, bits, fresh_store, make_checkpoints, objects, run
 
 from weight_sync import errors
-from weight_sync.checkpoint import Checkpoint, write_safetensors
+from weight_sync.checkpoint import Checkpoint, mapped_tensors, write_safetensors
 from weight_sync.cli.failure import CODES, exit_code
 from weight_sync.dtypes import DTYPES
 from weight_sync.tensors import TensorSpec

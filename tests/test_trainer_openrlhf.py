@@ -290,8 +290,8 @@ def test_the_adapter_alone_goes_out_under_pefts_names(tmp_path: Path) -> None:
 
     moe().save_pretrained(tmp_path / "base")
     model = adapted_model(tmp_path / "base")
-    host = OpenRlhfHost(load({"uri": (tmp_path / "run").as_uri(), "view": "adapter", "adapter.base": str(tmp_path / "base")}), SoloGroup(), model, (), 0,
-                        lora="adapter")  # fmt: skip
+    config = load({"uri": (tmp_path / "run").as_uri(), "view": "adapter", "adapter.base": str(tmp_path / "base")})
+    host = OpenRlhfHost(config, SoloGroup(), model, (), 0, lora="adapter")
     host.attach()
     host.broadcast()
     wanted = get_peft_model_state_dict(model)

@@ -100,13 +100,22 @@ class TransformersEngine:
 
     def describe(self) -> replica_pb2.EngineDescription:
         """What it holds now; the digest is recomputed from the bits, unset when they are no bf16 numbers."""
+        message = self.about()
+        message.tensors.extend(spec.to_proto() for spec in self._store.table)
+        try:
+            message.digest.CopyFrom(self._store.audit().to_proto())
+        except EngineInDoubtError:
+            message.ClearField("digest")
+        return message
+
+    def about(self) -> replica_pb2.EngineDescription:
+        """The description without what it holds."""
         import transformers
 
-        message = replica_pb2.EngineDescription(
+        return replica_pb2.EngineDescription(
             engine_id=self.engine_id,
             kind="transformers",
             view=self.view,
-            tensors=[spec.to_proto() for spec in self._store.table],
             complete=True,
             forms=[common_pb2.FORM_STEP, common_pb2.FORM_ABSOLUTE],
             contract=self.contract(),
@@ -114,11 +123,6 @@ class TransformersEngine:
             host=socket.gethostname(),
             versions={"torch": torch.__version__, "transformers": transformers.__version__},
         )
-        try:
-            message.digest.CopyFrom(self._store.audit().to_proto())
-        except EngineInDoubtError:
-            message.ClearField("digest")
-        return message
 
     def contract(self) -> contract_pb2.ExecutionContract:
         """How it computes, sealed."""
