@@ -21,7 +21,8 @@ from weight_sync.proto.v1 import common_pb2, manifest_pb2
 from weight_sync.tensors import TensorSpec
 
 __all__ = [
-    "ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "AdapterConfig", "Pair", "adapter_of", "base_text", "check_base", "check_fit",
+    "ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "AdapterConfig", "Pair", "adapter_of", "base_facts", "base_of_facts", "base_text",
+    "check_base", "check_fit",
     "check_rank", "named_base",
     "pairs_of",
 ]  # fmt: skip
@@ -231,6 +232,27 @@ def named_base(adapter: manifest_pb2.Adapter) -> str:
     """The base that an adapter names, for errors."""
     base = adapter.base if adapter.HasField("base") else None
     return base_text(base, Digest.from_proto(adapter.base_digest), adapter.reference.uri)
+
+
+def base_facts(adapter: manifest_pb2.Adapter) -> dict[str, Any]:
+    """The base as JSON has it; ``run_id`` and ``version`` are null for a checkpoint that no run published."""
+    named = adapter.HasField("base")
+    return {
+        "run_id": adapter.base.run_id if named else None,
+        "version": adapter.base.number if named else None,
+        "view": adapter.base_view,
+        "digest": Digest.from_proto(adapter.base_digest).hex(),
+        "uri": adapter.reference.uri,
+    }
+
+
+def base_of_facts(facts: Mapping[str, Any]) -> manifest_pb2.Adapter:
+    """From `base_facts`. Raises ValueError, LookupError or TypeError for what is none."""
+    found = manifest_pb2.Adapter(base_view=str(facts["view"]), base_digest=Digest.parse(facts["digest"]).to_proto())
+    found.reference.uri = str(facts["uri"])
+    if facts["run_id"] is not None:
+        found.base.CopyFrom(common_pb2.VersionId(run_id=str(facts["run_id"]), number=int(facts["version"])))
+    return found
 
 
 def check_base(adapter: manifest_pb2.Adapter, held: common_pb2.VersionId | None, digest: Digest | None) -> None:

@@ -26,8 +26,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from weight_sync.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from weight_sync.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_facts, base_of_facts
 from weight_sync.checkpoint import Checkpoint, copy_other_files
 from weight_sync.codec.digest import Digest
 from weight_sync.config import check_name, crash_point
@@ -35,6 +36,7 @@ from weight_sync.errors import ConfigError, DigestMismatchError, VersionMissingE
 from weight_sync.folder import FolderWriter, disk_faults, link_other_files, sync_folder, sync_path
 from weight_sync.history import History
 from weight_sync.ports import Update
+from weight_sync.proto.v1 import manifest_pb2
 
 __all__ = ["NOTE", "Kept", "Mirror", "materialize"]
 
@@ -51,6 +53,7 @@ class Kept:
         run_id, number: the version.
         view: name of the view.
         digest: of the bits in the folder, as they were written.
+        adapter: of an adapter: the base that it is for; its configuration is a file of the folder.
     """
 
     folder: Path
@@ -58,6 +61,7 @@ class Kept:
     number: int
     view: str
     digest: Digest
+    adapter: manifest_pb2.Adapter | None = None
 
 
 class _House:
@@ -143,10 +147,13 @@ def _view_name(update: Update) -> str:
 
 def _write_note(kept: Kept, step: int | None) -> None:
     """The last file of a folder: with it, the folder is a version."""
-    text = json.dumps(
-        {"format": _FORMAT, "run_id": kept.run_id, "version": kept.number, "view": kept.view,
-         "digest": kept.digest.hex(), "step": step}, indent=2,
-    )  # fmt: skip
+    note: dict[str, Any] = {
+        "format": _FORMAT, "run_id": kept.run_id, "version": kept.number, "view": kept.view,
+        "digest": kept.digest.hex(), "step": step,
+    }  # fmt: skip
+    if kept.adapter is not None:
+        note["base"] = base_facts(kept.adapter)
+    text = json.dumps(note, indent=2)
     making = kept.folder / f".{NOTE}"
     making.write_text(text + "\n", encoding="utf-8")
     sync_path(making)
@@ -160,8 +167,9 @@ def _read_note(folder: Path) -> Kept | None:
         note = json.loads((folder / NOTE).read_text(encoding="utf-8"))
         if note["format"] != _FORMAT:
             return None
-        digest = Digest(int(note["digest"][:16], 16), int(note["digest"][16:], 16))
-        return Kept(folder, check_name("run_id", note["run_id"]), int(note["version"]), str(note["view"]), digest)
+        adapter = base_of_facts(note["base"]) if "base" in note else None
+        return Kept(folder, check_name("run_id", note["run_id"]), int(note["version"]), str(note["view"]),
+                    Digest.parse(note["digest"]), adapter)  # fmt: skip
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -192,7 +200,8 @@ def _write(folder: Path, update: Update, old: Kept | None, config_from: Path | N
     (folder / NOTE).unlink(missing_ok=True)  # what the folder that they came from says about itself
     sync_folder(folder)
     crash_point("mirror:written")
-    kept = Kept(folder, update.target.run_id, update.target.number, _view_name(update), writer.digest)
+    adapter = update.manifest.adapter if update.manifest.HasField("adapter") else None
+    kept = Kept(folder, update.target.run_id, update.target.number, _view_name(update), writer.digest, adapter)
     _write_note(kept, update.manifest.step if update.manifest.HasField("step") else None)
     return kept
 

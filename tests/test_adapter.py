@@ -102,8 +102,8 @@ def test_folders_are_published_listed_materialised_and_followed(base: Path, tmp_
     assert [row["kind"] for row in rows] == ["ANCHOR", "PATCH", "PATCH"]
     listed = ask("log", store)["versions"]
     assert [row["adapter"]["config"]["lora_alpha"] for row in listed] == [8, 8, 8]
-    assert listed[0]["adapter"]["digest"] == Checkpoint(base).digest().hex()
-    assert ask("inspect", store)["adapter"]["uri"] == str(base)
+    assert listed[0]["adapter"]["base"]["digest"] == Checkpoint(base).digest().hex()
+    assert ask("inspect", store)["adapter"]["base"]["uri"] == str(base)
     assert "rank 4" in run("inspect", store).stdout
     for row, folder in zip(rows, folders, strict=True):
         out = tmp_path / f"out-{row['number']}"

@@ -26,8 +26,8 @@ from weight_sync.codec.apply import apply_changes, write_dense
 from weight_sync.codec.digest import Digest, digest_tensor
 from weight_sync.errors import EngineError, EngineInDoubtError, TensorError
 from weight_sync.ports import Engine, PauseMode, Update
-from weight_sync.served import bits_of
 from weight_sync.proto.v1 import common_pb2, replica_pb2
+from weight_sync.served import bits_of
 from weight_sync.tensors import TensorSpec
 
 __all__ = ["MergedEngine"]

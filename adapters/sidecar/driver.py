@@ -59,13 +59,14 @@ class Listeners:
 class Driver(threading.Thread):
     """Syncs until `stop`; whatever the replica raises is told and tried again.
 
-    An engine is identified by digest when it is first seen, and again each time that it was away.
+    An engine is identified by digest when it is first seen, and again each time that it was away. Nothing is done while
+    ``may_begin`` says no.
     """
 
-    def __init__(self, replica: Replica, gate: Gate) -> None:
+    def __init__(self, replica: Replica, gate: Gate, may_begin: Callable[[], bool] = lambda: True) -> None:
         super().__init__(name="weight-sync-replica", daemon=True)
         self.progress, self.listeners = Progress(), Listeners()
-        self._replica, self._gate = replica, gate
+        self._replica, self._gate, self._may_begin = replica, gate, may_begin
         self._lock = threading.Lock()
         self._up = False  # the engine answers
         self._losses = self._known_losses = 0
@@ -129,7 +130,7 @@ class Driver(threading.Thread):
     def _ready(self) -> bool:
         """Whether the engine is there; one that was away is not taken for what it was."""
         with self._lock:
-            if not self._up:
+            if not (self._up and self._may_begin()):
                 return False
             if self._losses != self._known_losses:
                 self._known_losses = self._losses

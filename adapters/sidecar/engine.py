@@ -14,7 +14,7 @@ from weight_sync.codec.digest import Digest
 from weight_sync.contract import contract_id
 from weight_sync.errors import WeightSyncError
 from weight_sync.ports import Engine, PauseMode, Update
-from weight_sync.proto.v1 import common_pb2, replica_pb2
+from weight_sync.proto.v1 import common_pb2, contract_pb2, replica_pb2
 
 __all__ = ["GatedEngine", "ServedEngine"]
 
@@ -45,11 +45,13 @@ class GatedEngine(Engine):
 
     Attributes:
         aborted: requests that were ended at a fence.
+        contract: how the engine computes; None before it was described.
     """
 
     def __init__(self, engine: Engine, gate: Gate, drain_s: float, fallback: PauseMode) -> None:
         self._engine, self._gate, self._drain_s, self._fallback = engine, gate, drain_s, fallback
         self.aborted = 0
+        self.contract: contract_pb2.ExecutionContract | None = None
 
     def pause(self, mode: PauseMode, timeout: float) -> None:
         """Lets nobody in, and settles those who are in there. Raises what the engine does; the gate is as before then.
@@ -81,7 +83,7 @@ class GatedEngine(Engine):
 
     def describe(self) -> replica_pb2.EngineDescription:
         description = self._engine.describe()
-        self._gate.contract = contract_id(description.contract)
+        self._gate.contract, self.contract = contract_id(description.contract), description.contract
         return description
 
     def stage(self, update: Update) -> None:

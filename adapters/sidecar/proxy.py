@@ -10,7 +10,8 @@ import asyncio
 import io
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 
 import aiohttp
 from yarl import URL
@@ -36,6 +37,7 @@ from weight_sync.adapters.sidecar.exchange import (
     response_headers,
 )
 from weight_sync.adapters.sidecar.gate import Gate, Ticket
+from weight_sync.adapters.sidecar.lanes import Lane, Lanes
 from weight_sync.adapters.sidecar.paths import Blocklist
 from weight_sync.errors import InputError
 
@@ -45,10 +47,19 @@ _SAFE = {"GET", "HEAD", "OPTIONS"}
 _DECISIVE = {b"content-encoding", b"content-length", b"content-type", b"host"}
 _CONNECT_S = 5.0
 _IDLE_S = 2.0  # servers close idle connections after 5 s or more; a request must not meet that
+_LATER_S = 30
 _LARGE = 1 << 20  # bytes that a client writes at once
 _DOUBT = "the engine was lost while it answered"
 _PATH = re.compile(rb"/[!-\"$->@-~]*")  # printable ASCII without # and ?
 _QUERY = re.compile(rb"[!-\"$-~]*")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A request that was let in: where, and under what."""
+
+    gate: Gate
+    ticket: Ticket
 
 
 class _Gone(Exception):
@@ -65,13 +76,14 @@ class Proxy:
         on_broken: called when the engine cannot be reached, or breaks off.
         count: called once per request with what became of it.
         identify_s: how long an answer waits for the end when it is not known what the engine holds.
+        lanes: the adapters that are followed beside the engine's own weights.
     """
 
     def __init__(
         self, gate: Gate, balance: Balance, blocked: Blocklist, body_limit: int, on_broken: Callable[[], None],
-        count: Callable[[str], None], identify_s: float,
+        count: Callable[[str], None], identify_s: float, lanes: Lanes,
     ) -> None:  # fmt: skip
-        self._gate, self._blocked, self._limit = gate, blocked, body_limit
+        self._gate, self._blocked, self._limit, self._lanes = gate, blocked, body_limit, lanes
         self._balance = balance
         self._on_broken, self._count, self._identify_s = on_broken, count, identify_s
         self._session: aiohttp.ClientSession | None = None
@@ -143,17 +155,33 @@ class Proxy:
                 raise too_late(None, Verdict(Answer.DOWN, self._gate.now.down), self._gate.now)
             await self._forward(scope, path, body, exchange, None)
             return
-        entered = await self._gate.enter(want, wait_s, exchange.canceller("fenced"))
+        lane = self._lanes.named(body)
+        gate = self._gate if lane is None else lane.gate
+        entered = await gate.enter(want, wait_s, exchange.canceller("fenced"))
         if not isinstance(entered, Ticket):
-            raise too_late(want, entered, self._gate.now)
+            raise too_late(want, entered, gate.now)
         try:
-            await self._forward(scope, path, body, exchange, entered)
+            async with AsyncExitStack() as inside:
+                if lane is not None:
+                    await self._stand_on_base(lane, exchange, inside)
+                await self._forward(scope, path, body, exchange, Entry(gate, entered))
         finally:
-            self._gate.leave(entered)
+            gate.leave(entered)
+
+    async def _stand_on_base(self, lane: Lane, exchange: Exchange, inside: AsyncExitStack) -> None:
+        """The base cannot move while an adapter answers. Raises Refusal when it is not the one that the adapter is for."""
+        base = await self._gate.enter(None, None, exchange.canceller("fenced"))
+        if not isinstance(base, Ticket):
+            raise too_late(None, base, self._gate.now)
+        inside.callback(self._gate.leave, base)
+        if reason := lane.unfit():
+            raise Refusal(
+                409, "adapter_base_changed", reason, _LATER_S, current={"run": base.run, "version": base.version}
+            )
 
     # --- to the engine and back ---
 
-    async def _forward(self, scope: Scope, path: bytes, body: bytes, exchange: Exchange, ticket: Ticket | None) -> None:
+    async def _forward(self, scope: Scope, path: bytes, body: bytes, exchange: Exchange, entry: Entry | None) -> None:
         assert self._session is not None
         query: bytes = scope["query_string"]
         rest = f"{path.decode()}{'?' if query else ''}{query.decode()}"
@@ -164,7 +192,7 @@ class Proxy:
                 async with self._session.request(
                     scope["method"], URL(base + rest, encoded=True), data=data, headers=headers, allow_redirects=False
                 ) as upstream:
-                    await self._relay(scope["method"], upstream, exchange, ticket)
+                    await self._relay(scope["method"], upstream, exchange, entry)
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
             self._on_broken()
             raise Refusal(503, "engine_unreachable", "the engine cannot be reached", 1) from error
@@ -173,21 +201,22 @@ class Proxy:
             raise Refusal(502, "engine_broke_off", "the engine broke off its answer") from error
 
     async def _relay(
-        self, method: str, upstream: aiohttp.ClientResponse, exchange: Exchange, ticket: Ticket | None
+        self, method: str, upstream: aiohttp.ClientResponse, exchange: Exchange, entry: Entry | None
     ) -> None:
         headers = response_headers(upstream.raw_headers)
-        if ticket is None:
+        if entry is None:
             await exchange.start(upstream.status, headers)
             async for chunk in upstream.content.iter_any():
                 await exchange.send_part(chunk)
             await exchange.finish(b"")
             return
+        ticket = entry.ticket
         headers += start_headers(ticket)
         is_events = upstream.content_type == "text/event-stream" and "Content-Encoding" not in upstream.headers
         length = upstream.content_length
         if not is_events and length is not None and length <= self._limit and method != "HEAD":
             body = await upstream.read()
-            now = await self._over(ticket)
+            now = await self._over(entry)
             await exchange.start(upstream.status, headers + end_headers(ticket, now))
             await exchange.finish(body)
             return
@@ -196,23 +225,23 @@ class Proxy:
         await exchange.start(upstream.status, headers, is_events)
         async for chunk in upstream.content.iter_any():
             await exchange.send_part(chunk)
-        now = await self._over(ticket)
+        now = await self._over(entry)
         await exchange.finish(end_of_stream(ticket, now, exchange.tail) if is_events else b"")
 
-    async def _over(self, ticket: Ticket) -> Situation:
+    async def _over(self, entry: Entry) -> Situation:
         """What is served at the end; the engine has nothing more to say, and from here on the client may be slow.
 
         An engine that was only slow to say that it lives is being identified again: that is waited for. Raises Refusal
         when nobody can tell what it holds.
         """
-        now = self._gate.now
-        self._gate.leave(ticket)
+        gate, now = entry.gate, entry.gate.now
+        gate.leave(entry.ticket)
         if now.version is not None:
             return now
-        again = await self._gate.enter(None, self._identify_s, ticket.cancel)
+        again = await gate.enter(None, self._identify_s, entry.ticket.cancel)
         if not isinstance(again, Ticket):
             raise too_late(None, Verdict(Answer.ATTACHING, _DOUBT), now)
-        self._gate.leave(again)
+        gate.leave(again)
         return replace(now, run=again.run, version=again.version)
 
 

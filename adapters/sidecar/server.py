@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
@@ -26,6 +26,7 @@ from weight_sync.adapters.sidecar.driver import Driver
 from weight_sync.adapters.sidecar.engine import GatedEngine, ServedEngine
 from weight_sync.adapters.sidecar.gate import Gate
 from weight_sync.adapters.sidecar.group import EngineGroup
+from weight_sync.adapters.sidecar.lanes import base_facts, check_adapters, open_lanes
 from weight_sync.adapters.sidecar.paths import Blocklist
 from weight_sync.adapters.sidecar.proxy import Proxy
 from weight_sync.adapters.sidecar.settings import Settings
@@ -50,6 +51,7 @@ def serve(
     on_listen: Callable[[str], None],
     on_commit: Callable[[SyncReport], None],
     on_error: Callable[[Exception], None],
+    adapters: Mapping[str, Config] | None = None,
     **options: Any,
 ) -> None:
     """Serves until SIGINT or SIGTERM, which are raised again in the end. In the main thread.
@@ -58,34 +60,49 @@ def serve(
         engine_class: of an engine that answers HTTP requests (`ServedEngine`), from ``weight_sync.engines``.
         on_listen: told the address once clients can connect.
         on_commit, on_error: told in the replica's thread, errors once in a row.
+        adapters: by the name that requests give as their model: where versions of a LoRA adapter come from.
         options: of `Settings`.
 
     Raises ConfigError for an option that cannot be used, an engine that cannot be served and an address that is taken;
     DeadlineError when the replica did not end in time.
     """
     settings = Settings(**options)
-    engine = _engine(engine_class, settings, config)
+    members = _members(engine_class, settings, config)
+    check_adapters(adapters or {}, config, settings)
+    engine = EngineGroup(members) if len(members) > 1 else next(iter(members.values()))
     with ExitStack() as stack:
         stack.callback(engine.close)
         gate = Gate(settings.head_trust_s, settings.wait_s)
         gated = GatedEngine(engine, gate, settings.drain_s, settings.fallback)
         driver = Driver(Replica.open(config, gated), gate)
         gate.on_behind = driver.wake
-        status = Status(driver, gate, gated)
+        lanes = open_lanes(
+            adapters or {}, list(members.values()), settings, base_facts(driver, gated, config.view), stack
+        )
+        status = Status(driver, gate, gated, lanes)
         driver.listeners.commit.append(on_commit)
         driver.listeners.error.append(on_error)
-        watchdog, heads = Watchdog(engine, driver, settings), HeadWatch(config, driver, gate)
+        drivers = [driver, *(lane.driver for lane in lanes)]
+        for lane in lanes:
+            lane.driver.listeners.commit.append(on_commit)
+            lane.driver.listeners.error.append(on_error)
+        watchdog = Watchdog(engine, drivers, settings)
+        heads = [HeadWatch(config, driver, gate), *(HeadWatch(lane.config, lane.driver, lane.gate) for lane in lanes)]
         proxy = Proxy(
             gate, Balance(settings.engine_url), Blocklist(engine.control_routes), settings.body_limit, watchdog.look_now,
-            status.count, settings.wait_s,
+            status.count, settings.wait_s, lanes,
         )  # fmt: skip
-        server = _Server(_uvicorn_config(App(proxy, status, driver.wake), settings), gate)
+        server = _Server(
+            _uvicorn_config(App(proxy, status, lambda: _wake(drivers)), settings),
+            [gate, *(lane.gate for lane in lanes)],
+        )
         listening = stack.enter_context(_listening(settings))
-        stack.callback(_stop, driver, settings.stop_s)
-        for thread in (driver, watchdog, heads):
+        for one in drivers:
+            stack.callback(_stop, one, settings.stop_s)
+        for thread in (*drivers, watchdog, *heads):
             thread.start()
-        stack.callback(watchdog.stop, settings.watch_timeout_s)
-        stack.callback(heads.stop, settings.watch_timeout_s)
+        for watch in (watchdog, *heads):
+            stack.callback(watch.stop, settings.watch_timeout_s)
         on_listen(_spelt(listening, settings))
         gc.freeze()  # what was imported stays: looking through it again would hold requests up
         sys.setswitchinterval(_SWITCH_S)
@@ -93,13 +110,18 @@ def serve(
         server.run(sockets=[listening])
 
 
-def _engine(engine_class: Callable[[str, Config], Any], settings: Settings, config: Config) -> ServedEngine:
+def _wake(drivers: Sequence[Driver]) -> None:
+    for driver in drivers:
+        driver.wake()
+
+
+def _members(engine_class: Callable[[str, Config], Any], settings: Settings, config: Config) -> dict[str, ServedEngine]:
+    """The engines by their URLs."""
     if not callable(getattr(engine_class, "alive", None)):
         raise ConfigError("this engine answers no HTTP requests", field="engine",
                           found=getattr(engine_class, "__name__", engine_class),
                           expected="an engine with control_routes and alive()")  # fmt: skip
-    members: dict[str, ServedEngine] = {url: engine_class(url, config) for url in settings.engine_url}
-    return EngineGroup(members) if len(members) > 1 else next(iter(members.values()))
+    return {url: engine_class(url, config) for url in settings.engine_url}
 
 
 def _stop(driver: Driver, timeout: float) -> None:
@@ -116,9 +138,9 @@ def _is_news(record: logging.LogRecord) -> bool:
 class _Server(uvicorn.Server):
     """Sends away who waits at the gate as soon as a signal arrives, so that the end need not wait for them."""
 
-    def __init__(self, config: uvicorn.Config, gate: Gate) -> None:
+    def __init__(self, config: uvicorn.Config, gates: Sequence[Gate]) -> None:
         super().__init__(config)
-        self._gate = gate
+        self._gates = gates
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -129,7 +151,8 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """At SIGINT and SIGTERM: interrupts whatever the thread does, so the gate's lock may be held right now."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._gate.end)
+            for gate in self._gates:
+                self._loop.call_soon_threadsafe(gate.end)
         super().handle_exit(sig, frame)
 
 

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from weight_sync.adapters.sidecar.driver import Driver
 from weight_sync.adapters.sidecar.engine import GatedEngine
 from weight_sync.adapters.sidecar.gate import Gate
+from weight_sync.adapters.sidecar.lanes import Lane, Lanes
 from weight_sync.reports import SyncReport
 
 __all__ = ["Status"]
@@ -22,8 +23,9 @@ _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 class Status:
     """Of one sidecar."""
 
-    def __init__(self, driver: Driver, gate: Gate, engine: GatedEngine) -> None:
+    def __init__(self, driver: Driver, gate: Gate, engine: GatedEngine, lanes: Lanes | None = None) -> None:
         self._driver, self._gate, self._engine = driver, gate, engine
+        self._lanes = lanes or Lanes(())
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "weight_sync_requests", "Requests by what became of them", ["outcome"], registry=self._registry
@@ -53,6 +55,12 @@ class Status:
         }
         for name, (text, value) in gauges.items():
             Gauge(name, text, registry=self._registry).set_function(value)
+        text = "Version of the adapter that is served; -1 without one"
+        adapters = Gauge("weight_sync_adapter_version", text, ["adapter"], registry=self._registry)
+        for lane in self._lanes:
+            adapters.labels(lane.name).set_function(
+                lambda lane=lane: _number(None if lane.unfit() else lane.gate.now.version)
+            )
 
     def count(self, outcome: str) -> None:
         """One more request, and what became of it."""
@@ -73,41 +81,55 @@ class Status:
 
     def not_ready(self) -> str:
         """Why no verified version is served, "" when one is. Inside a fence the one before still counts."""
-        now = self._gate.now
-        missing = "" if now.version is not None else "no version is served yet"
-        return now.down or self._driver.progress.refused or missing
+        return _why_not(self._driver, self._gate)
 
     def document(self) -> dict[str, Any]:
-        """The status; keys may be added."""
-        now, progress, replica = self._gate.now, self._driver.progress, self._driver.replica
-        report = progress.report
-        # the gate opens before the sync has returned its report: until then the report is of the version before
-        current = report is not None and (report.run_id, report.version) == (now.run, now.version)
-        return {
-            "run_id": now.run,
-            "version": now.version,
-            "head_run_id": now.head_run,
-            "head": now.head,
-            "head_age_s": None if now.head is None else round(now.head_age_s, 3),
-            "staleness": now.staleness,
-            "state": self._driver.state,
-            "ready": not self.not_ready(),
-            "reason": self.not_ready(),
-            "open": now.open,
-            "digest": report.digest if report is not None and current else None,
-            "replica_id": replica.replica_id,
-            "contract": self._gate.contract,
-            "error": progress.error,
-            "last_error": progress.last_error,
-            "last_error_unix_ms": progress.error_unix_ms,
-            "commits": progress.commits,
-            "errors": progress.errors,
-            "path": None if report is None else report.path,
-            "seconds": None if report is None else dict(report.seconds),
-            "in_flight": self._gate.inside,
-            "waiting": self._gate.waiting,
-            "aborted": self._engine.aborted,
-        }
+        """The status; keys may be added. ``adapters`` has one for each adapter that is followed, and what it is for."""
+        found = _facts(self._driver, self._gate, self._engine, self.not_ready())
+        return {**found, "adapters": {lane.name: _lane_facts(lane) for lane in self._lanes}}
+
+
+def _lane_facts(lane: Lane) -> dict[str, Any]:
+    base = lane.base
+    reason = _why_not(lane.driver, lane.gate) or lane.unfit()
+    return {**_facts(lane.driver, lane.gate, lane.gated, reason), "base": base}
+
+
+def _why_not(driver: Driver, gate: Gate) -> str:
+    now = gate.now
+    return now.down or driver.progress.refused or ("" if now.version is not None else "no version is served yet")
+
+
+def _facts(driver: Driver, gate: Gate, engine: GatedEngine, reason: str) -> dict[str, Any]:
+    now, progress, replica = gate.now, driver.progress, driver.replica
+    report = progress.report
+    # the gate opens before the sync has returned its report: until then the report is of the version before
+    current = report is not None and (report.run_id, report.version) == (now.run, now.version)
+    return {
+        "run_id": now.run,
+        "version": now.version,
+        "head_run_id": now.head_run,
+        "head": now.head,
+        "head_age_s": None if now.head is None else round(now.head_age_s, 3),
+        "staleness": now.staleness,
+        "state": driver.state,
+        "ready": not reason,
+        "reason": reason,
+        "open": now.open,
+        "digest": report.digest if report is not None and current else None,
+        "replica_id": replica.replica_id,
+        "contract": gate.contract,
+        "error": progress.error,
+        "last_error": progress.last_error,
+        "last_error_unix_ms": progress.error_unix_ms,
+        "commits": progress.commits,
+        "errors": progress.errors,
+        "path": None if report is None else report.path,
+        "seconds": None if report is None else dict(report.seconds),
+        "in_flight": gate.inside,
+        "waiting": gate.waiting,
+        "aborted": engine.aborted,
+    }
 
 
 def _number(value: int | None) -> float:

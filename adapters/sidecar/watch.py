@@ -9,6 +9,7 @@ import logging
 import select
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 
 from weight_sync.adapters.sidecar.driver import Driver
@@ -49,9 +50,9 @@ class Watchdog(_Watch):
     when another process is there before the next look. Servers that close idle connections take it from us.
     """
 
-    def __init__(self, engine: ServedEngine, driver: Driver, settings: Settings) -> None:
+    def __init__(self, engine: ServedEngine, drivers: Sequence[Driver], settings: Settings) -> None:
         super().__init__("weight-sync-watchdog")
-        self._engine, self._driver, self._settings = engine, driver, settings
+        self._engine, self._drivers, self._settings = engine, drivers, settings
         self._up: bool | None = None
         self._bell, self._ring = socket.socketpair()
         self._ring.setblocking(False)
@@ -76,7 +77,8 @@ class Watchdog(_Watch):
             if not alive and self._up is not False:
                 self._lost("the engine does not answer")
             if alive and not self._up:
-                self._driver.engine_back()
+                for driver in self._drivers:
+                    driver.engine_back()
             self._up = alive
             if self._wait() and alive:
                 self._lost("the engine closed its connections")
@@ -84,7 +86,8 @@ class Watchdog(_Watch):
         self._cut()
 
     def _lost(self, reason: str) -> None:
-        self._driver.engine_lost(reason)
+        for driver in self._drivers:
+            driver.engine_lost(reason)
         _LOG.warning(reason)
 
     def _ask(self) -> bool:

@@ -192,9 +192,10 @@ def _show(out: Output, document: dict[str, Any]) -> None:
         base = document["base"]
         pairs.append(("base", " ".join(filter(None, (base["uri"], base["hf_id"], base["hf_revision"])))))
     if document["adapter"] is not None:
-        adapter = document["adapter"]
-        of = adapter["uri"] if adapter["run_id"] is None else f"version {adapter['number']} of run {adapter['run_id']}"
-        pairs.append(("adapter", f"rank {adapter['config'].get('r')}, of {of}, digest {adapter['digest']}"))
+        of = document["adapter"]["base"]
+        what = of["uri"] if of["run_id"] is None else f"version {of['version']} of run {of['run_id']}"
+        rank = document["adapter"]["config"].get("r")
+        pairs.append(("adapter", f"rank {rank}, of {what}, digest {of['digest']}"))
     for view in document["views"]:
         what = f"{view['tensors']} tensors, {view['elements']} elements, {size(view['bytes'])}"
         pairs.append((f"view {view['name']}", f"{what}, {' '.join(view['dtypes'])}, digest {view['digest']}"))

@@ -83,22 +83,14 @@ def version_row(entry: manifest_pb2.VersionManifest, view: str | None = None) ->
 
 
 def adapter_row(entry: manifest_pb2.VersionManifest) -> dict[str, Any] | None:
-    """Which base a version adapts, and how; None for a whole model. ``run_id`` is None for a base that is no version."""
+    """Which base a version adapts, and PEFT's configuration; None for a whole model."""
     if not entry.HasField("adapter"):
         return None
     import json
 
-    from weight_sync.codec.digest import Digest
+    from weight_sync.adapter import base_facts
 
-    adapter = entry.adapter
-    named = adapter.HasField("base")
-    return {
-        "run_id": adapter.base.run_id if named else None,
-        "number": adapter.base.number if named else None,
-        "digest": Digest.from_proto(adapter.base_digest).hex(),
-        "uri": adapter.reference.uri,
-        "config": json.loads(adapter.config),
-    }
+    return {"base": base_facts(entry.adapter), "config": json.loads(entry.adapter.config)}
 
 
 def _entry_row(entry: manifest_pb2.VersionManifest) -> dict[str, Any]:

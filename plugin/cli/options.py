@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weight_sync.history import History
     from weight_sync.ports import ReplicaEnd
 
-__all__ = ["Common", "Uri", "command", "help_text", "history_of", "pairs", "reader", "version_number"]
+__all__ = ["Common", "Uri", "backend_of", "command", "help_text", "history_of", "pairs", "reader", "version_number"]
 
 Uri = Annotated[str, typer.Argument(metavar="URI", help="The store: a folder, file:///path, s3://bucket/prefix, ...")]
 
@@ -58,14 +58,14 @@ class Common:
         if uri is not None:
             chosen["uri"] = uri
             if "backend" not in chosen and self.file is None:
-                chosen["backend"] = _backend_of(uri)
+                chosen["backend"] = backend_of(uri)
         config = configuration.load({} if self.file is None else self.file, **chosen)
         if self.store_options:
             config = config.replace(store_options={**config.store_options, **self.store_options})
         return config
 
 
-def _backend_of(uri: str) -> str:
+def backend_of(uri: str) -> str:
     """The transport that is named like the scheme, else the one that a configuration would mean by it."""
     from weight_sync.config import load
     from weight_sync.registry import names

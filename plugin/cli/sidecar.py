@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weight_sync.cli.options import Common
+from weight_sync.cli.options import Common, backend_of, pairs
 from weight_sync.cli.output import Output, seconds
 
 if TYPE_CHECKING:
+    from weight_sync.config import Config
     from weight_sync.replica import SyncReport
 
 __all__ = ["sidecar"]
+
+_BASES = ("view", "run_id", "base", "replica_id")
 
 
 def sidecar(
@@ -28,6 +31,10 @@ def sidecar(
     listen: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Where clients connect: HOST:PORT, or unix:PATH.")
     ] = "127.0.0.1:9000",
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=URI", help="A LoRA adapter that requests name as their model; may be repeated."),
+    ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen on other than loopback addresses; nobody is authenticated.")
     ] = False,
@@ -58,6 +65,12 @@ def sidecar(
         weight-sync sidecar --engine vllm --engine-url http://127.0.0.1:8000 --from s3://bucket/run
         weight-sync sidecar --engine vllm --engine-url http://127.0.0.1:8000 --from /shared/run \\
             --listen unix:/run/engine.sock --set pause=keep
+
+    With --adapter, the engine loads each version of a LoRA adapter by its own API, and requests for the model NAME are
+    answered at a version of that adapter. It must be for the version of the base that the engine serves.
+
+        weight-sync sidecar --engine vllm --engine-url http://127.0.0.1:8000 --from /shared/base \
+            --adapter tutor=/shared/lora
     """
     from weight_sync.registry import find
 
@@ -70,9 +83,16 @@ def sidecar(
     serve(
         find("engines", engine), common.config(from_), listening,
         lambda report: _tell(out, report), lambda error: out.note(f"trying again: {error}"),
+        adapters={name: _config_of(common, uri) for name, uri in pairs("--adapter", adapter or ()).items()},
         engine_url=tuple(engine_url), listen=listen, insecure=insecure, tls_cert=tls_cert, tls_key=tls_key, drain_s=drain,
         after_drain=after_drain, wait_s=wait, body_limit=body_limit, watch_s=watch, watch_timeout_s=watch_timeout,
     )  # fmt: skip
+
+
+def _config_of(common: Common, uri: str) -> Config:
+    """Of an adapter's run: what belongs to the base's alone is left out."""
+    plain = Common(common.file, {k: v for k, v in common.keys.items() if k not in _BASES}, common.store_options)
+    return plain.config(uri, pause="wait", backend=backend_of(uri), **dict.fromkeys(_BASES))
 
 
 def _tell(out: Output, report: SyncReport) -> None:

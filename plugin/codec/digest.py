@@ -67,6 +67,13 @@ class Digest:
         """32 hex digits: lane 0, then lane 1."""
         return f"{self.lane0:016x}{self.lane1:016x}"
 
+    @classmethod
+    def parse(cls, text: str) -> Digest:
+        """From `hex`. Raises ValueError."""
+        if len(text) != 32:
+            raise ValueError(f"not a digest: {text!r}")
+        return cls(int(text[:16], 16), int(text[16:], 16))
+
     def to_proto(self) -> common_pb2.Digest:
         """As a message."""
         return common_pb2.Digest(lane0=self.lane0, lane1=self.lane1)

@@ -38,6 +38,7 @@ class Door(DoorServer):
             "resume": self._resume,
             "clear": self._clear,
             "announce": self._announce,
+            "lora": self._lora,
         }
         super().__init__(SUFFIX, calls)
 
@@ -155,3 +156,10 @@ class Door(DoorServer):
             UpdateWeightVersionReqInput(new_version=text, abort_all_requests=False)
         )
         return {}
+
+    async def _lora(self) -> Reply:
+        from sglang.srt.runtime_context import get_lora
+
+        found = get_lora()
+        most = getattr(found, "max_lora_rank", None)
+        return {"enabled": bool(found.enable_lora), "max_rank": None if most is None else int(most)}

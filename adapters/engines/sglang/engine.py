@@ -5,6 +5,7 @@ Owns the names: socket, routes, kind. Owns no protocol (worker/control.py) and n
 
 from __future__ import annotations
 
+from weight_sync.adapters.engines.sglang.adapters import SglangAdapters
 from weight_sync.adapters.engines.sglang.door import SUFFIX
 from weight_sync.adapters.engines.worker.control import SocketControl
 from weight_sync.adapters.engines.worker.remote import RemoteEngine
@@ -28,6 +29,7 @@ class SglangEngine(RemoteEngine):
 
     Attributes:
         control_routes: prefixes of the server's routes that change weights, memory or admission.
+        adapters: the server's own API for LoRA adapters; driven by another thread than the engine.
     """
 
     kind = "sglang"
@@ -70,4 +72,5 @@ class SglangEngine(RemoteEngine):
 
     def __init__(self, url: str, config: Config) -> None:
         """Opens nothing yet. Raises ConfigError for a URL that cannot be used."""
+        self.adapters = SglangAdapters(SocketControl(url, "SGLang", SUFFIX, _HINT), url)
         super().__init__(SocketControl(url, "SGLang", SUFFIX, _HINT), config, url)

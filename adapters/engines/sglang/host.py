@@ -13,6 +13,7 @@ import torch
 
 from weight_sync.adapters.engines.sglang import reload
 from weight_sync.adapters.engines.worker.hub import local_checkpoint
+from weight_sync.adapters.engines.worker.twin import without_lora
 from weight_sync.errors import EngineError
 
 __all__ = ["SglangHost"]
@@ -33,9 +34,8 @@ class SglangHost:
         self.world_size = int(self._parallel.tp_size * self._parallel.pp_size)
 
     def model(self) -> torch.nn.Module:
-        """The model that serves; a draft model beside it is not looked at."""
-        model: torch.nn.Module = self._runner.model
-        return model
+        """The model that serves, without the layers that ``--enable-lora`` put around its own; no draft model beside it."""
+        return without_lora(self._runner.model)
 
     def settle(self) -> None:
         """Waits for the device, before weights are written and after."""

@@ -37,6 +37,7 @@ class Door(DoorServer):
             "resume": self._resume,
             "clear": self._clear,
             "announce": self._announce,
+            "lora": self._lora,
         }
         super().__init__(SUFFIX, calls)
 
@@ -97,3 +98,7 @@ class Door(DoorServer):
         if hasattr(self._engine, "update_weight_version"):
             await self._engine.update_weight_version(text)
         return {}
+
+    async def _lora(self) -> Reply:
+        config = getattr(self._engine.vllm_config, "lora_config", None)
+        return {"enabled": config is not None, "max_rank": None if config is None else int(config.max_lora_rank)}

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import layerwise
 
 from weight_sync.adapters.engines.worker.hub import local_checkpoint
+from weight_sync.adapters.engines.worker.twin import without_lora
 from weight_sync.contract import process_contract
 from weight_sync.contract.facts import distribution_version
 from weight_sync.errors import EngineError
@@ -39,9 +40,8 @@ class VllmHost:
                               do="start one server per replica, each with a sidecar of its own")  # fmt: skip
 
     def model(self) -> torch.nn.Module:
-        """The model that serves."""
-        model: torch.nn.Module = self._worker.model_runner.get_model()
-        return model
+        """The model that serves, without the layers that ``--enable-lora`` put around its own."""
+        return without_lora(self._worker.model_runner.get_model())
 
     def load(self, model: torch.nn.Module, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """By the model's own ``load_weights``."""

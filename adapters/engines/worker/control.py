@@ -58,6 +58,10 @@ class DoorControl(ABC):
         """Sets the engine's own weight version."""
         self._ask("announce", limit, text=text)
 
+    def lora(self, limit: float) -> Reply:
+        """``enabled``, and ``max_rank`` (None: not said), of the engine's own adapters."""
+        return self._ask("lora", limit)
+
     def alive(self, limit: float) -> bool:
         """Whether API process and scheduler answer in time."""
         try:

@@ -178,7 +178,7 @@ def read_staged(folder: str | os.PathLike[str]) -> Update:
         files = {name: Checkpoint(path / name) for name in {entry["file"] for entry in index["entries"]}}
         rows = [(e["kind"], files[e["file"]], e["key"], specs[e["tensor"]], _box(e["box"])) for e in index["entries"]]
         target = common_pb2.VersionId(run_id=index["run_id"], number=index["number"])
-        digest = Digest(int(index["digest"][:16], 16), int(index["digest"][16:], 16))
+        digest = Digest.parse(index["digest"])
         full = bool(index["full"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, FormatError):

@@ -18,7 +18,7 @@ from weight_sync.layout.placement import Layout, Placement, StorageSpec, merge
 from weight_sync.layout.trace import Piece, Tracer
 from weight_sync.tensors import TensorSpec
 
-__all__ = ["Load", "Originals", "learn_loader", "meta_twin", "named_tensors", "same_shape"]
+__all__ = ["Load", "Originals", "learn_loader", "meta_twin", "named_tensors", "same_shape", "without_lora"]
 
 Load = Callable[[torch.nn.Module, Iterator[tuple[str, torch.Tensor]]], object]
 """Feeds checkpoint tensors to a model's own loader."""
@@ -55,6 +55,31 @@ def meta_twin(model: torch.nn.Module, originals: Originals) -> torch.nn.Module:
         return new
 
     return copy(model)
+
+
+def without_lora(model: torch.nn.Module) -> torch.nn.Module:
+    """The model's tree with each layer that adapts another one replaced by that one, which holds the base's weights.
+
+    Only containers on the way are copied, and share their attributes with the model: parameters are the model's own.
+    """
+    seen: dict[int, torch.nn.Module] = {}
+
+    def plain(module: torch.nn.Module) -> torch.nn.Module:
+        if id(module) in seen:
+            return seen[id(module)]
+        inner = getattr(module, "base_layer", None)
+        if isinstance(inner, torch.nn.Module) and type(module).__name__.endswith("WithLoRA"):
+            seen[id(module)] = found = plain(inner)
+            return found
+        children = {name: None if child is None else plain(child) for name, child in module._modules.items()}
+        found = module
+        if any(children[name] is not child for name, child in module._modules.items()):
+            found = object.__new__(type(module))
+            found.__dict__ = {**module.__dict__, "_modules": children}
+        seen[id(module)] = found
+        return found
+
+    return plain(model)
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
