@@ -59,14 +59,14 @@ def test_merged_weights_are_pefts_own_bit_for_bit(
     base: Path, tmp_path: Path, options: dict[str, Any], scheme: str | None
 ) -> None:
     model, store = adapted(base, **options), tmp_path / "lora"
-    with weight_sync.Publisher.open(str(store), adapter={"base": str(base)}, scheme=scheme) as publisher:
-        with following(base, store) as (engine, replica):
-            for number in range(3):
-                publisher.publish(step(model, number))
-                report = replica.sync(timeout=60)
-                materialize(_history(store), report.version, tmp_path / f"v{number}")
-                assert holds(engine, merged(base, tmp_path / f"v{number}"))
-                assert engine.audit().hex() == report.digest
+    keys = {"adapter": {"base": str(base)}, "scheme": scheme}
+    with weight_sync.Publisher.open(str(store), **keys) as publisher, following(base, store) as (engine, replica):
+        for number in range(3):
+            publisher.publish(step(model, number))
+            report = replica.sync(timeout=60)
+            materialize(_history(store), report.version, tmp_path / f"v{number}")
+            assert holds(engine, merged(base, tmp_path / f"v{number}"))
+            assert engine.audit().hex() == report.digest
 
 
 def _history(store: Path) -> Any:

@@ -80,34 +80,36 @@ def serve(
             adapters or {}, list(members.values()), settings, base_facts(driver, gated, config.view), stack
         )
         status = Status(driver, gate, gated, lanes)
-        driver.listeners.commit.append(on_commit)
-        driver.listeners.error.append(on_error)
-        drivers = [driver, *(lane.driver for lane in lanes)]
-        for lane in lanes:
-            lane.driver.listeners.commit.append(on_commit)
-            lane.driver.listeners.error.append(on_error)
+        drivers, gates = [driver, *(lane.driver for lane in lanes)], [gate, *(lane.gate for lane in lanes)]
+        for one in drivers:
+            one.listeners.commit.append(on_commit)
+            one.listeners.error.append(on_error)
         watchdog = Watchdog(engine, drivers, settings)
         heads = [HeadWatch(config, driver, gate), *(HeadWatch(lane.config, lane.driver, lane.gate) for lane in lanes)]
         proxy = Proxy(
             gate, Balance(settings.engine_url), Blocklist(engine.control_routes), settings.body_limit, watchdog.look_now,
             status.count, settings.wait_s, lanes,
         )  # fmt: skip
-        server = _Server(
-            _uvicorn_config(App(proxy, status, lambda: _wake(drivers)), settings),
-            [gate, *(lane.gate for lane in lanes)],
-        )
+        server = _Server(_uvicorn_config(App(proxy, status, lambda: _wake(drivers)), settings), gates)
         listening = stack.enter_context(_listening(settings))
-        for one in drivers:
-            stack.callback(_stop, one, settings.stop_s)
-        for thread in (*drivers, watchdog, *heads):
-            thread.start()
-        for watch in (watchdog, *heads):
-            stack.callback(watch.stop, settings.watch_timeout_s)
+        _start(drivers, [watchdog, *heads], settings, stack)
         on_listen(_spelt(listening, settings))
         gc.freeze()  # what was imported stays: looking through it again would hold requests up
         sys.setswitchinterval(_SWITCH_S)
         logging.getLogger("uvicorn.error").addFilter(_is_news)
         server.run(sockets=[listening])
+
+
+def _start(
+    drivers: Sequence[Driver], watches: Sequence[Watchdog | HeadWatch], settings: Settings, stack: ExitStack
+) -> None:
+    """The threads, which end with ``stack``."""
+    for driver in drivers:
+        stack.callback(_stop, driver, settings.stop_s)
+    for thread in (*drivers, *watches):
+        thread.start()
+    for watch in watches:
+        stack.callback(watch.stop, settings.watch_timeout_s)
 
 
 def _wake(drivers: Sequence[Driver]) -> None:

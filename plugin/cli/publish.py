@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["publish"]
 
+Steps = Annotated[
+    list[int] | None,
+    typer.Option(metavar="N", help="The trainer's step: once per folder, or that of the first; then it counts on."),
+]
+
 
 def publish(
     common: Common,
@@ -31,10 +36,7 @@ def publish(
         list[Path], typer.Argument(metavar="CKPT_DIR...", help="Folders (or files) of safetensors, oldest first.")
     ],
     to: Annotated[str, typer.Option("--to", metavar="URI", help="The store: a folder, file:///path, s3://..., ...")],
-    step: Annotated[
-        list[int] | None,
-        typer.Option(metavar="N", help="The trainer's step: once per folder, or that of the first; then it counts on."),
-    ] = None,
+    step: Steps = None,
     adapter_base: Annotated[
         str | None,
         typer.Option(metavar="DIR_OR_URI", help="Of LoRA adapters: the base, a checkpoint or a store (URI, URI@N)."),
@@ -54,7 +56,7 @@ def publish(
         weight-sync publish ckpt-0 --to s3://bucket/run --set ship_base=always
         weight-sync publish other-0 other-1 --to /shared/run --set fork=true
 
-    Folders that PEFT saved (adapter_config.json beside the tensors) become versions of an adapter, on a named base:
+    Folders that PEFT saved, with adapter_config.json, become versions of an adapter to a named base:
 
         weight-sync publish adapter-0 adapter-1 --to /shared/lora --adapter-base /shared/run@0
 
@@ -68,11 +70,8 @@ def publish(
         config = config.replace(scheme="cast")
     steps = _steps(len(checkpoints), step)
     opened = [Checkpoint(path) for path in checkpoints]  # what is no checkpoint is refused before anything is written
-    if config.base is None and config.adapter.base is None and _is_new(config):
+    if first_is_base := config.base is None and config.adapter.base is None and _is_new(config):
         config = config.replace(base=os.fspath(checkpoints[0]))
-        first_is_base = True
-    else:
-        first_is_base = False
     done = 0
     try:
         with common.out.progress("publish", "folders") as update, Publisher.open(config) as publisher:

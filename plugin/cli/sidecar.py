@@ -20,6 +20,13 @@ __all__ = ["sidecar"]
 
 _BASES = ("view", "run_id", "base", "replica_id")
 
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=URI", help="A LoRA adapter that requests name as their model; may be repeated."),
+]
+Drain = Annotated[float, typer.Option(min=0, metavar="S", help="How long requests in flight may hold up a version.")]
+AfterDrain = Annotated[str, typer.Option(metavar="MODE", help="What happens to those that take longer: abort or keep.")]
+
 
 def sidecar(
     common: Common,
@@ -31,21 +38,14 @@ def sidecar(
     listen: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Where clients connect: HOST:PORT, or unix:PATH.")
     ] = "127.0.0.1:9000",
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=URI", help="A LoRA adapter that requests name as their model; may be repeated."),
-    ] = None,
+    adapter: Adapters = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen on other than loopback addresses; nobody is authenticated.")
     ] = False,
     tls_cert: Annotated[str | None, typer.Option(metavar="FILE", help="Certificate chain, PEM.")] = None,
     tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="Its private key, PEM.")] = None,
-    drain: Annotated[
-        float, typer.Option(min=0, metavar="S", help="How long requests in flight may hold up a version.")
-    ] = 30.0,
-    after_drain: Annotated[
-        str, typer.Option(metavar="MODE", help="What happens to those that take longer: abort or keep.")
-    ] = "abort",
+    drain: Drain = 30.0,
+    after_drain: AfterDrain = "abort",
     wait: Annotated[
         float, typer.Option(min=0, metavar="S", help="How long a request waits for the end of a fence.")
     ] = 30.0,
