@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weight_sync.adapting import AdapterSource
     from weight_sync.codec.digest import Digest
     from weight_sync.config import Config
     from weight_sync.errors import WeightSyncError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AdapterSource": "weight_sync.adapting",
     "Config": "weight_sync.config",
     "Digest": "weight_sync.codec.digest",
     "PublishReport": "weight_sync.reports",
@@ -34,6 +36,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AdapterSource",
     "Config",
     "Digest",
     "PublishReport",

@@ -10,7 +10,7 @@ import torch
 from worker_cases import LocalControl, Model, checkpoint, engine_of
 
 from weight_sync.adapters.engines.worker.staging import Staging, read_staged
-from weight_sync.adapters.engines.worker.twin import learn_loader, meta_twin
+from weight_sync.adapters.engines.worker.twin import PlainModel, learn_loader, meta_twin
 from weight_sync.checkpoint import Checkpoint
 from weight_sync.codec.digest import Digest
 from weight_sync.errors import EngineError, EngineInDoubtError, FormatError, LayoutError
@@ -52,6 +52,30 @@ def test_a_loader_tells_where_everything_lies(folder: Path) -> None:
     assert (o.coords.offset, o.coords.sizes, o.coords.strides) == (4, (6, 4), (8, 1))
     assert layout.by_tensor["embed.weight"][0].coords.count == 2 * 6, "two rows of the vocabulary, the rest is padding"
     assert "rotary.inv_freq" not in layout.by_tensor
+
+
+class LinearWithLoRA(torch.nn.Module):
+    """What engines put around a layer that adapters may adapt."""
+
+    def __init__(self, base_layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+def test_layers_that_adapt_others_are_looked_through(folder: Path) -> None:
+    plain, wrapped, finder = Model(0, 1), Model(0, 1), PlainModel()
+    assert finder.of(plain) is plain
+    wrapped.attn = LinearWithLoRA(wrapped.attn)
+    found = finder.of(wrapped)
+    assert found is not wrapped and finder.of(wrapped) is found, "the same while the tree is the same"
+    parameters = {name.replace(".base_layer.", "."): p for name, p in wrapped.named_parameters()}
+    assert {name: id(p) for name, p in found.named_parameters()} == {name: id(p) for name, p in parameters.items()}
+    assert isinstance(wrapped.attn, LinearWithLoRA)
+    layouts = [
+        learn_loader(lambda m, t: m.load_weights(t), meta_twin(model, lambda _: {}), Checkpoint(folder).table)  # type: ignore[operator]
+        for model in (plain, found)
+    ]
+    assert layouts[0] == layouts[1]
 
 
 def test_learning_does_not_touch_the_model_that_serves(folder: Path) -> None:

@@ -106,8 +106,8 @@ def check_adapters(adapters: Mapping[str, Config], config: Config, settings: Set
     """Raises ConfigError for a name that is none, and for fences that would keep an adapter's request over a new base."""
     for name in adapters:
         check_name("--adapter", name)
-    keeps = {"weight_sync.pause": config.pause, "after_drain": settings.after_drain}
-    for field, found in keeps.items():
+    keeps = [("weight_sync.pause", one.pause) for one in (config, *adapters.values())]
+    for field, found in [*keeps, ("after_drain", settings.after_drain)]:
         if adapters and found == "keep":
             raise ConfigError("requests of adapters cannot outlive their base", field=field, found=found,
                               expected="wait or abort")  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 
 from weight_sync.adapters.engines.sglang import reload
 from weight_sync.adapters.engines.worker.hub import local_checkpoint
-from weight_sync.adapters.engines.worker.twin import without_lora
+from weight_sync.adapters.engines.worker.twin import PlainModel
 from weight_sync.errors import EngineError
 
 __all__ = ["SglangHost"]
@@ -28,6 +28,7 @@ class SglangHost:
     def __init__(self, scheduler: Any) -> None:
         from sglang.srt.runtime_context import get_parallel
 
+        self._plain = PlainModel()
         self._runner: Any = scheduler.tp_worker.model_runner
         self._parallel: Any = get_parallel()
         self.rank = int(self._parallel.tp_size * self._parallel.pp_rank + self._parallel.tp_rank)
@@ -35,7 +36,10 @@ class SglangHost:
 
     def model(self) -> torch.nn.Module:
         """The model that serves, without the layers that ``--enable-lora`` put around its own; no draft model beside it."""
-        return without_lora(self._runner.model)
+        plain = self._plain.of(self._runner.model)
+        if plain is not self._runner.model:
+            plain.__dict__.pop(_PARAMETERS, None)  # under the names that they have inside of LoRA's layers
+        return plain
 
     def settle(self) -> None:
         """Waits for the device, before weights are written and after."""

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import layerwise
 
 from weight_sync.adapters.engines.worker.hub import local_checkpoint
-from weight_sync.adapters.engines.worker.twin import without_lora
+from weight_sync.adapters.engines.worker.twin import PlainModel
 from weight_sync.contract import process_contract
 from weight_sync.contract.facts import distribution_version
 from weight_sync.errors import EngineError
@@ -30,7 +30,7 @@ class VllmHost:
     """Implements ``weight_sync.adapters.engines.worker.rank.Host``."""
 
     def __init__(self, worker: Any) -> None:
-        self._worker = worker
+        self._worker, self._plain = worker, PlainModel()
         self._config: Any = worker.vllm_config
         self.rank = int(worker.rank)
         self.world_size = int(self._config.parallel_config.world_size)
@@ -41,7 +41,7 @@ class VllmHost:
 
     def model(self) -> torch.nn.Module:
         """The model that serves, without the layers that ``--enable-lora`` put around its own."""
-        return without_lora(self._worker.model_runner.get_model())
+        return self._plain.of(self._worker.model_runner.get_model())
 
     def load(self, model: torch.nn.Module, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """By the model's own ``load_weights``."""

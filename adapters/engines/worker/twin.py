@@ -18,7 +18,16 @@ from weight_sync.layout.placement import Layout, Placement, StorageSpec, merge
 from weight_sync.layout.trace import Piece, Tracer
 from weight_sync.tensors import TensorSpec
 
-__all__ = ["Load", "Originals", "learn_loader", "meta_twin", "named_tensors", "same_shape", "without_lora"]
+__all__ = [
+    "Load",
+    "Originals",
+    "PlainModel",
+    "learn_loader",
+    "meta_twin",
+    "named_tensors",
+    "same_shape",
+    "without_lora",
+]
 
 Load = Callable[[torch.nn.Module, Iterator[tuple[str, torch.Tensor]]], object]
 """Feeds checkpoint tensors to a model's own loader."""
@@ -80,6 +89,21 @@ def without_lora(model: torch.nn.Module) -> torch.nn.Module:
         return found
 
     return plain(model)
+
+
+class PlainModel:
+    """`without_lora` of one model, the same object as long as the model's tree is the same."""
+
+    def __init__(self) -> None:
+        self._seen: list[torch.nn.Module] = []
+        self._found: torch.nn.Module | None = None
+
+    def of(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Of the model as it is now."""
+        seen = list(model.modules())
+        if self._found is None or list(map(id, seen)) != list(map(id, self._seen)):
+            self._seen, self._found = seen, without_lora(model)
+        return self._found
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
