@@ -63,7 +63,7 @@ class AdapterSource:
             raise TensorError(
                 "no adapter's folder", field=str(file), found=str(error), do="save it with PEFT"
             ) from error
-        return cls(mapped_tensors(Checkpoint(folder)), text)
+        return cls(mapped_tensors(Checkpoint(file.parent)), text)
 
 
 def find_base(config: Config) -> tuple[manifest_pb2.Adapter, tuple[TensorSpec, ...]]:

@@ -5,6 +5,7 @@ Owns their names (docs/sidecar.md). Owns none of the facts.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -58,9 +59,7 @@ class Status:
         text = "Version of the adapter that is served; -1 without one"
         adapters = Gauge("weight_sync_adapter_version", text, ["adapter"], registry=self._registry)
         for lane in self._lanes:
-            adapters.labels(lane.name).set_function(
-                lambda lane=lane: _number(None if lane.unfit() else lane.gate.now.version)
-            )
+            adapters.labels(lane.name).set_function(partial(_version_of, lane))
 
     def count(self, outcome: str) -> None:
         """One more request, and what became of it."""
@@ -87,6 +86,10 @@ class Status:
         """The status; keys may be added. ``adapters`` has one for each adapter that is followed, and what it is for."""
         found = _facts(self._driver, self._gate, self._engine, self.not_ready())
         return {**found, "adapters": {lane.name: _lane_facts(lane) for lane in self._lanes}}
+
+
+def _version_of(lane: Lane) -> float:
+    return _number(None if lane.unfit() else lane.gate.now.version)
 
 
 def _lane_facts(lane: Lane) -> dict[str, Any]:

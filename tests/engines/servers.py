@@ -191,4 +191,9 @@ def _scale_out() -> list[str]:
 
 
 def _loaded(data: bytes) -> Any:
-    return json.loads(data) if data else None
+    if not data:
+        return None
+    try:
+        return json.loads(data)
+    except ValueError:  # some routes answer in words
+        return data.decode()
