@@ -84,11 +84,20 @@ def test_vllms_own_reload_from_one_folder_keeps_stale_blocks(scene: Scene, tmp_p
     assert stale.logprobs != scene.direct(scene.server, "other").logprobs
 
 
-def test_answers_are_those_of_a_fresh_load_of_the_folder(scene: Scene, tmp_path: Path) -> None:
+def compare(scene: Scene, base: int, numbers: range, folder: Path) -> None:
+    """With a server that has never seen another version."""
     scene.stop()
-    for base, numbers in ((0, range(LAST + 1)), (1, [LAST + 1])):
-        words = (*LORA, "--lora-modules", *(f"a{k}={scene.folders[k]}" for k in numbers))
-        with Server(scene.trainer.run.checkpoints[base], tmp_path / f"fresh-{base}", *words, door="none") as fresh:
-            fresh.ready()
-            for k in numbers:
-                assert [scene.direct(fresh, f"a{k}")] * 2 == scene.seen[k], f"adapter {k}"
+    words = (*LORA, "--lora-modules", *(f"a{k}={scene.folders[k]}" for k in numbers))
+    with Server(scene.trainer.run.checkpoints[base], folder, *words, door="none") as fresh:
+        fresh.ready()
+        for k in numbers:
+            assert [scene.direct(fresh, f"a{k}")] * 2 == scene.seen[k], f"adapter {k}"
+
+
+def test_answers_are_those_of_a_fresh_load_of_the_folder(scene: Scene, tmp_path: Path) -> None:
+    compare(scene, 0, range(LAST + 1), tmp_path)
+
+
+@pytest.mark.full
+def test_answers_on_the_base_that_moved_are_those_of_a_fresh_load(scene: Scene, tmp_path: Path) -> None:
+    compare(scene, 1, range(LAST + 1, LAST + 2), tmp_path)

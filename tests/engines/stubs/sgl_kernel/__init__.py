@@ -18,3 +18,24 @@ def __getattr__(name: str) -> Any:
         raise RuntimeError(f"sgl_kernel.{name} is not here: this is a stub of the tests")
 
     return missing
+
+
+def _pageable() -> None:
+    """sglang's LoRA layers pin host memory, which torch cannot do without an accelerator; where memory lies changes no
+    number.
+    """
+    import torch
+
+    def unpinned(make: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("pin_memory", None)
+            return make(*args, **kwargs)
+
+        return wrapped
+
+    for name in ("tensor", "zeros", "ones", "empty", "full", "arange"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+
+
+_pageable()
