@@ -92,7 +92,13 @@ def answer(path: str, tokens: list[int]) -> dict[str, Any]:
     if path == "/generate":
         triples = [[p, token, None] for p, token in zip(likely, tokens, strict=True)]
         return {"text": "x", "meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": triples}}
-    choice = {"index": 0, "text": "x", "token_ids": tokens, "finish_reason": "stop", "logprobs": {"token_logprobs": likely}}
+    choice = {
+        "index": 0,
+        "text": "x",
+        "token_ids": tokens,
+        "finish_reason": "stop",
+        "logprobs": {"token_logprobs": likely},
+    }
     return {"choices": [choice]}
 
 
