@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_rollout_client import Engine
 
 from weight_sync.adapters.trainers.modes import AGENT_LOOPS, remote_loops
 from weight_sync.adapters.trainers.remote import open_client, sampling_of, shared_client, versions_of
@@ -83,3 +85,53 @@ def test_a_job_of_verl_with_engines_elsewhere_takes_our_loops(
     if loop is not None:
         text = Path(changes["agent_loop_config_path"]).read_text()
         assert all(f"name: {name}\n" in text for name in AGENT_LOOPS.values())
+
+
+# --- OpenRLHF's executors ---
+
+
+class Tokenizer:
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(map(str, tokens))
+
+
+class TwoTurns:
+    """An executor that asks twice, as OpenRLHF's multi-turn one does."""
+
+    async def execute(
+        self, prompt: list[int], sampling_params: Any, hf_tokenizer: Any, llm_engine: Any
+    ) -> dict[str, Any]:
+        first = (await llm_engine.generate(prompt, sampling_params)).outputs[0]
+        second = (await llm_engine.generate([*prompt, *first.token_ids], sampling_params)).outputs[0]
+        likely = [step[token].logprob for step, token in zip(second.logprobs, second.token_ids, strict=True)]
+        return {"tokens": second.token_ids, "text": second.text, "likely": likely, "extra_logs": {"mine": 1.0}}
+
+
+def test_an_executor_of_openrlhf_gets_answers_from_elsewhere_and_their_versions_into_its_logs() -> None:
+    from weight_sync.adapters.trainers.openrlhf.remote import NoEngine, RemoteExecutor
+
+    engine = Engine().ready()
+    try:
+        engine.set(reset=5)
+        executor = RemoteExecutor(TwoTurns(), block(engines=[engine.url], deadline_s=30), lambda: 7)
+        sampling = SimpleNamespace(temperature=0.5, max_tokens=3, stop=[], skip_special_tokens=False, logprobs=1)
+
+        async def both() -> list[dict[str, Any]]:
+            try:
+                return await asyncio.gather(*(
+                    executor.execute(prompt=[k], sampling_params=sampling, hf_tokenizer=Tokenizer(), llm_engine=None)
+                    for k in (3, 4)
+                ))  # fmt: skip
+            finally:
+                await executor.client.aclose()
+
+        responses = asyncio.run(both())
+        bodies = [asked["body"] for asked in engine.set()]
+        assert NoEngine(executor.client).output_processor.get_num_unfinished_requests() == 0
+    finally:
+        engine.close()
+    logs = {"mine": 1.0, "rollout_version_oldest": 5.0, "rollout_version_newest": 5.0, "rollout_staleness": 2.0}
+    for k, response in zip((3, 4), responses, strict=True):
+        assert response == {"tokens": [5, k, 7], "text": f"5 {k} 7", "likely": [-0.25, -0.5, -1.0], "extra_logs": logs}
+    assert all(body["temperature"] == 0.5 and body["max_tokens"] == 3 and "stop" not in body for body in bodies)
+    assert sorted(body["prompt"] for body in bodies) == [[3], [3, 5, 3, 7], [4], [4, 5, 4, 7]]
