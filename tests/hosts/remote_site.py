@@ -42,7 +42,7 @@ class HeldEngine(MemoryEngine):
 class Site:
     """Attributes: url, of the sidecar; asked, the bodies that reached the engine; folder, with both logs."""
 
-    def __init__(self, folder: Path, words: range) -> None:
+    def __init__(self, folder: Path, words: range, likely: float) -> None:
         self.asked: list[dict[str, Any]] = []
         self.folder, self.url = folder, ""
         dice, site = random.Random(0), self
@@ -57,7 +57,7 @@ class Site:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 site.asked.append(body)
                 limit = body.get("max_tokens") or body.get("sampling_params", {}).get("max_new_tokens") or 4
-                self._say(answer(self.path, dice.choices(words, k=min(limit, 4))))
+                self._say(answer(self.path, dice.choices(words, k=min(limit, 4)), likely))
 
             def _say(self, document: dict[str, Any]) -> None:
                 data = json.dumps(document).encode()
@@ -86,9 +86,9 @@ class Site:
             time.sleep(0.02)
 
 
-def answer(path: str, tokens: list[int]) -> dict[str, Any]:
+def answer(path: str, tokens: list[int], logprob: float) -> dict[str, Any]:
     """In the shape of the API at ``path``."""
-    likely = [-0.5] * len(tokens)
+    likely = [logprob] * len(tokens)
     if path == "/generate":
         triples = [[p, token, None] for p, token in zip(likely, tokens, strict=True)]
         return {"text": "x", "meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": triples}}
@@ -103,15 +103,19 @@ def answer(path: str, tokens: list[int]) -> dict[str, Any]:
 
 
 @contextmanager
-def remote_site(folder: Path, uri: str, base: Path, words: range = range(3, 60)) -> Iterator[Site]:
-    """Listens at once; serves when the run at ``uri`` is there. ``words``: the tokens of answers."""
+def remote_site(
+    folder: Path, uri: str, base: Path, words: range = range(3, 60), likely: float = -0.5
+) -> Iterator[Site]:
+    """Listens at once; serves when the run at ``uri`` is there. ``words``: the tokens of answers, ``likely``: the logprob
+    of each.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     found = folder / "site" / "held_engine-1.dist-info"
     found.mkdir(parents=True)
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: held-engine\nVersion: 1\n")
     (found / "entry_points.txt").write_text("[weight_sync.engines]\nheld = remote_site:HeldEngine\n")
     paths = [str(found.parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    site = Site(folder, words)
+    site = Site(folder, words, likely)
     command = [
         sys.executable, "-c", "from weight_sync.cli import main; main()", "sidecar", "--engine", "held",
         "--engine-url", f"http://127.0.0.1:{site.server.server_port}", "--from", uri, "--listen", "127.0.0.1:0",

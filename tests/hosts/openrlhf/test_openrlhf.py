@@ -6,6 +6,7 @@ what DeepSpeed itself gathers after each step; the engines' side is read from th
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -151,12 +152,14 @@ RESUME = ("--ckpt.load_enable", "--train.num_episodes", "2")
 
 def test_a_resumed_trainer_goes_on_in_its_run_and_learns_from_engines_elsewhere(tmp_path: Path) -> None:
     base = inputs(tmp_path) / "tiny"
-    with remote_site(tmp_path / "site", str(tmp_path / "run"), base) as site:
+    untrained = -math.log(128)  # of a word; anything else would be masked by OpenRLHF's correction
+    with remote_site(tmp_path / "site", str(tmp_path / "run"), base, likely=untrained) as site:
         options = ("--actor.num_gpus_per_node", "1", "--vllm.num_engines", "1", "--ds.zero_stage", "2", *RATIO,
                    "--actor.adam.lr", "1e-4", "--ckpt.save_steps", "4", "--weight_sync.rollout.engines", f"[{site.url}]",
                    "--weight_sync.rollout.max_staleness", "1")  # fmt: skip
         first = train(tmp_path, *options)
         before, asked = versions(tmp_path), len(site.asked)
+        assert max(map(abs, numbers(first, "vllm_kl"))) < 1 and numbers(first, "actor_grad_norm")[0] > 0
         assert sorted(before) == [1, 2, 3, 4] and published(tmp_path, "seen", 4, before[4].number)
         assert asked >= 4 * 4 * 2, "steps, prompts of a step, samples of a prompt"
         oldest = numbers(first, "rollout_version_oldest")
