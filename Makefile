@@ -51,9 +51,11 @@ test-engines: ## Tests on real engines, each in an environment of its own (downl
 	@scripts/env.sh sglang .venv-sglang >/dev/null
 	.venv-sglang/bin/python -m pytest -m "not full" $(ARGS) tests/engines/test_sglang*.py
 
-test-hosts: ## Tests in real trainers, each in an environment of its own (downloads about 2 GB once; slime with SLIME_SRC=checkout)
+test-hosts: ## Tests in real trainers, each in an environment of its own (downloads about 3 GB once; slime with SLIME_SRC=checkout)
 	@scripts/env.sh verl .venv-verl >/dev/null
 	.venv-verl/bin/python -m pytest -m "not full" $(ARGS) tests/hosts/verl
+	@scripts/env.sh verl-vllm .venv-verl-vllm >/dev/null
+	.venv-verl-vllm/bin/python -m pytest -m "not full" $(ARGS) tests/hosts/verl/test_verl_vllm.py
 	@scripts/env.sh openrlhf .venv-openrlhf >/dev/null
 	.venv-openrlhf/bin/python -m pytest -m "not full" $(ARGS) tests/hosts/openrlhf
 	@[ -z "$$SLIME_SRC" ] || scripts/env.sh slime .venv-slime >/dev/null

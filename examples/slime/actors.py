@@ -39,6 +39,11 @@ def facts(actor: Any) -> dict[str, Any]:
             "gathered": sorted(name for name, path in paths.items() if path != "shard"), "paths": len(paths)}  # fmt: skip
 
 
+def settled(actor: Any) -> bool:
+    """In an actor: waits for the version that goes out behind the next step."""
+    return bool(actor.weight_updater.weight_sync.settle())
+
+
 @ray.remote
 class Manager:
     """slime's rollout manager, of a fleet without engines."""
@@ -83,6 +88,7 @@ def main(folder: str, topology: str, world: int, syncs: int, loaded: int = -1) -
         if step > loaded + 1:
             ray.get([actor.train.remote(step - 1, None) for actor in actors])
         ray.get([actor.update_weights.remote() for actor in actors])
+        assert all(ray.get([actor.__ray_call__.remote(settled) for actor in actors])), "a version was not committed"
         parts = ray.get([actor.__ray_call__.remote(stream) for actor in actors])
         served = head_of(args.weight_sync["uri"])
         sent = {name: tensor for part in parts for name, tensor in part.items()}
