@@ -1,7 +1,7 @@
 # The gate is one command: make check. Everything runs in .venv, which scripts/env.sh makes; only Python 3.11+ is needed.
 #
 # PYTHON=python3.12   another interpreter
-# ARGS='-k digest'    more arguments for pytest, or for the quick start; of test-engines, "-m ''" runs the longest, too
+# ARGS='-k digest'    more arguments for pytest, or for the quick start; of test-engines and test-hosts, "-m ''" runs the longest, too
 # WORKERS=4           processes that share the tests, 2 by default
 # STEPS=3 MODEL=path  the quick start's length and its checkpoint
 
@@ -51,13 +51,15 @@ test-engines: ## Tests on real engines, each in an environment of its own (downl
 	@scripts/env.sh sglang .venv-sglang >/dev/null
 	.venv-sglang/bin/python -m pytest -m "not full" $(ARGS) tests/engines/test_sglang*.py
 
-test-hosts: ## Tests in real trainers, each in an environment of its own (downloads about 2 GB once; slime with SLIME_SRC=checkout)
+test-hosts: ## Tests in real trainers, each in an environment of its own (downloads about 3 GB once; slime with SLIME_SRC=checkout)
 	@scripts/env.sh verl .venv-verl >/dev/null
-	.venv-verl/bin/python -m pytest $(ARGS) tests/hosts/verl
+	.venv-verl/bin/python -m pytest -m "not full" $(ARGS) tests/hosts/verl
+	@scripts/env.sh verl-vllm .venv-verl-vllm >/dev/null
+	.venv-verl-vllm/bin/python -m pytest -m "not full" $(ARGS) tests/hosts/verl/test_verl_vllm.py
 	@scripts/env.sh openrlhf .venv-openrlhf >/dev/null
-	.venv-openrlhf/bin/python -m pytest $(ARGS) -m "not full" tests/hosts/openrlhf
+	.venv-openrlhf/bin/python -m pytest -m "not full" $(ARGS) tests/hosts/openrlhf
 	@[ -z "$$SLIME_SRC" ] || scripts/env.sh slime .venv-slime >/dev/null
-	$$([ -n "$$SLIME_SRC" ] && echo .venv-slime || echo .venv-verl)/bin/python -m pytest $(ARGS) tests/hosts/slime
+	$$([ -n "$$SLIME_SRC" ] && echo .venv-slime || echo .venv-verl)/bin/python -m pytest -m "not full" $(ARGS) tests/hosts/slime
 
 # On a shared machine a test may meet its own limit in time: it is run once more there, and the summary says so.
 ci: PYTEST += --reruns 1

@@ -36,6 +36,11 @@ def verl() -> Iterator[Check]:
     yield hook("verl.workers.engine_workers", "ActorRolloutRefWorker.update_weights", ("global_steps", "mode"))
     yield hook("verl.workers.config", "CheckpointEngineConfig", ("backend", "engine_kwargs", "custom_backend_module"))
     yield hook("verl.utils.device", "get_device_id")
+    loops = "verl.experimental.agent_loop"
+    yield hook(loops, "SingleTurnAgentLoop.run", ("sampling_params",))
+    yield hook(loops, "ToolAgentLoop.run", ("sampling_params",))
+    yield hook("verl.workers.rollout.llm_server", "LLMServerClient.generate", ("prompt_ids", "sampling_params"))
+    yield hook("verl.workers.rollout.replica", "TokenOutput", ("token_ids", "log_probs", "extra_fields"))
     yield hook("transfer_queue", do="pip install 'weight-sync[verl]'")
     yield _hydra()
     yield hook("weight_sync.adapters.trainers.verl")

@@ -1,7 +1,7 @@
 """Blocks of the configuration that a room of the core reads whole: their keys, defaults, help and checks.
 
-Owns the model of a block, and the blocks ``contract``, ``adapter`` and ``rdma``. Owns no reading of files and no
-environment (config.py).
+Owns the model of a block, and the blocks ``contract``, ``adapter``, ``rdma``, ``rollout`` and those of ``also``. Owns no
+reading of files and no environment (config.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-__all__ = ["Adapter", "Contract", "Keys", "Rdma"]
+__all__ = ["Adapter", "Contract", "Keys", "Outlet", "Rdma", "Rollout"]
 
 
 class Keys(BaseModel):
@@ -72,3 +72,28 @@ class Rdma(Keys):
     window_s: float = Field(60.0, gt=0, description="longest wait for a version to land")
     patience_s: float = Field(5.0, ge=0, description="how long a new version waits for writes of the one before")
     poll_s: float = Field(0.002, gt=0, description="pause between looks for end notes in the receive window")
+
+
+class Outlet(Keys):
+    """One further way out of the same publish."""
+
+    backend: str
+    uri: str
+
+
+class Rollout(Keys):
+    """Of engines elsewhere, behind sidecars, that answer a host's prompts; docs/trainers.md."""
+
+    engines: tuple[str, ...] = Field((), description="addresses of sidecars; none: the host's own engines answer")
+    flavour: str = Field("completions", description="API of the engines: completions, vllm or sglang")
+    model: str | None = Field(None, description="name that requests carry, where the API wants one")
+    max_staleness: int | None = Field(
+        None, ge=0, description="version numbers that an answer may be behind; older ones are asked for again"
+    )
+    per_engine: int = Field(64, ge=1, description="samples in flight at one engine")
+    request_s: float = Field(300.0, gt=0, description="limit of one request; then another engine is asked")
+    deadline_s: float = Field(1800.0, gt=0, description="limit of one sample, from its first request to its answer")
+    token_file: str | None = Field(None, description="file that holds the token that requests show")
+    uri: str | None = Field(
+        None, description="address of the run for processes that ask for samples; default: uri, when it can be dialled"
+    )

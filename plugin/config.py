@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from weight_sync.blocks import Adapter, Contract, Keys, Rdma
+from weight_sync.blocks import Adapter, Contract, Keys, Outlet, Rdma, Rollout
 from weight_sync.errors import ConfigError
 
 __all__ = [
@@ -85,13 +85,6 @@ def crash_point(step: str) -> None:
 
 
 _crash_counts: dict[str, int] = {}
-
-
-class Outlet(Keys):
-    """One further way out of the same publish."""
-
-    backend: str
-    uri: str
 
 
 class View(Keys):
@@ -183,6 +176,9 @@ class Config(Keys):
     contract: Contract = Field(
         default_factory=lambda: Contract.model_validate({}),
         description="what engines must be like, and the mismatch bound",
+    )
+    rollout: Rollout = Field(
+        default_factory=lambda: Rollout.model_validate({}), description="engines elsewhere that answer a host's prompts"
     )
     connections: int = Field(4, ge=1, le=64, description="connections that large reads from a server use at once")
     calls_per_s: float = Field(2000.0, gt=0, description="calls per second that a server grants to one machine")

@@ -103,11 +103,12 @@ def prepare(
 
 
 def recognise(end: ReplicaEnd, wanted: Mapping[str | None, Digest], head: int) -> manifest_pb2.VersionManifest | None:
-    """The version whose views (None: the only one) have these digests: the first one, which engines boot from, or one of
-    the newest; None when it is none of them. An engine that holds an older one is served from a full state instead,
-    which costs time and nothing else.
+    """The version whose views (None: the only one) have these digests: the head, the first one, which engines boot from,
+    or one of the newest; None when it is none of them. An engine that holds an older one is served from a full state
+    instead, which costs time and nothing else.
     """
-    for number in (0, *range(head, max(0, head - _LOOKED_AT), -1)):
+    # the head comes first: after steps that changed nothing, older versions have its digest, too
+    for number in (head, 0, *range(head - 1, max(0, head - _LOOKED_AT), -1)):
         try:
             manifest = end.manifest(number)
         except VersionError:

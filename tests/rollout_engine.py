@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 DEFAULTS: dict[str, Any] = {
     "run": "run", "version": 0, "end": None, "end_run": None, "delay": 0.0, "busy": 0, "retry_after": "1", "die_at": 0,
-    "status": 200, "labels": None, "finish": "stop", "plain": False, "hang": 0, "others": 0, "broken": False,
+    "status": 200, "labels": None, "finish": "stop", "plain": False, "hang": 0, "others": 0, "broken": False, "head": None,
 }  # fmt: skip
 state = {**DEFAULTS}
 asked: list[dict[str, Any]] = []
@@ -35,7 +35,8 @@ async def test(request: Request) -> Response:
 
 async def status(_: Request) -> Response:
     served = {"run_id": state["run"], "version": state["version"]}
-    document = {**served, "in_flight": state["others"], "replica_id": f"engine-{sys.argv[1]}"}
+    seen = {"head_run_id": state["run"], "head": state["head"]}
+    document = {**served, **seen, "in_flight": state["others"], "replica_id": f"engine-{sys.argv[1]}"}
     return JSONResponse(document)
 
 

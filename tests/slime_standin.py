@@ -2,7 +2,7 @@
 what its updaters and its training actor do with them.
 
 Owns a tiny model in Megatron's manner (fused qkv and gate/up, a padded vocabulary, tensor-parallel shards over gloo) and
-its way to checkpoint tensors. Real slime runs in tests/hosts/slime.
+its way to checkpoint tensors. Real slime runs in tests/hosts/slime. `put_in_place` can make a stand-in for miles of it.
 """
 
 from __future__ import annotations
@@ -190,6 +190,28 @@ class UpdateWeightFromDistributed:
 UpdateWeightFromDistributed.__module__ = MODULES[9]
 
 
+class MilesUpdater(UpdateWeightFromDistributed):
+    """As miles has it: one more argument, and two more methods that its actor asks before a sync."""
+
+    def __init__(self, *args: Any, is_lora: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.is_lora, self.fresh = is_lora, False
+
+    def connect_rollout_engines(self, *args: Any, **options: Any) -> None:
+        super().connect_rollout_engines(*args, **options)
+        self.fresh = True
+
+    def is_rollout_engines_fresh(self) -> bool:
+        return self.fresh
+
+    def mark_engine_connection_stale(self) -> None:
+        self.fresh = False
+
+
+MilesUpdater.__module__ = MODULES[9].replace("slime", "miles", 1)
+MilesUpdater.__name__ = "UpdateWeightFromDistributed"
+
+
 class MegatronTrainRayActor:
     """Like Ray's copy of slime's class: methods of its own, which no hook can replace."""
 
@@ -198,9 +220,9 @@ class MegatronTrainRayActor:
         self.args, self.rollout_engines = args, None
         _load(args.custom_megatron_init_path)(args)
         self.model, _, _, loaded = actor.initialize_model_and_optimizer(args, role)
-        chosen = actor.UpdateWeightFromDistributed
+        chosen, more = actor.UpdateWeightFromDistributed, {"is_lora": False} if _host == "miles" else {}
         self.weight_updater = chosen(args, self.model, lambda: self.backup, model_name="qwen2",
-                                     quantization_config=args.quantization)  # fmt: skip
+                                     quantization_config=args.quantization, **more)  # fmt: skip
         self.weight_updater.weight_version = getattr(args, "update_weight_start_version", 0)
         return int(loaded) + 1
 
@@ -216,7 +238,8 @@ class MegatronTrainRayActor:
         )
         if not engines:
             return
-        if new > 0:
+        stale = _host == "miles" and not self.weight_updater.is_rollout_engines_fresh()
+        if new > 0 or stale:
             self.weight_updater.connect_rollout_engines(
                 engines, lock, engine_gpu_counts=facts[0], engine_gpu_offsets=facts[1], engine_parallel_configs=facts[2]
             )
@@ -258,7 +281,7 @@ class Manager:
 
 
 def _module(name: str) -> Any:
-    return sys.modules[f"slime.backends.megatron_utils.{name}"]
+    return sys.modules[f"{_host}.backends.megatron_utils.{name}"]
 
 
 def _load(path: str) -> Any:
@@ -267,22 +290,28 @@ def _load(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def put_in_place() -> None:
-    """Makes the stand-in importable as slime, and just enough of megatron.core and ray."""
-    for name in MODULES:
+_host = "slime"
+
+
+def put_in_place(host: str = "slime") -> None:
+    """Makes the stand-in importable as slime or miles, and just enough of megatron.core and ray."""
+    global _host
+    _host = host
+    for name in (name.replace("slime", host, 1) for name in MODULES):
         module = sys.modules[name] = types.ModuleType(name)
         parent, _, short = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], short, module)
         module.__path__ = []
-        module.__package__ = name if name.endswith(("slime", "backends", "utils")) else parent
+        module.__package__ = name if name.endswith(("slime", "miles", "backends", "utils")) else parent
     actor = _module("actor")
-    actor.UpdateWeightFromDistributed, actor.MegatronTrainRayActor = UpdateWeightFromDistributed, MegatronTrainRayActor
+    actor.UpdateWeightFromDistributed = MilesUpdater if host == "miles" else UpdateWeightFromDistributed
+    actor.MegatronTrainRayActor = MegatronTrainRayActor
     actor.initialize_model_and_optimizer = lambda args, role: ([Model(args.tied_copy)], None, None, args.loaded)
     actor.train = lambda rollout_id, model: model[0].move(rollout_id + 1)
     _module("megatron_to_hf")._cached_tensors = {}
     _module("update_weight.update_weight_from_distributed").named_params_and_buffers = named_params_and_buffers
-    gloo: Any = sys.modules["slime.utils.distributed_utils"]
+    gloo: Any = sys.modules[f"{host}.utils.distributed_utils"]
     gloo.get_gloo_group = lambda: dist.group.WORLD
     mpu: Any = sys.modules["megatron.core.mpu"]
     mpu.get_data_parallel_rank = lambda with_context_parallel=False: 0
@@ -295,6 +324,7 @@ def put_in_place() -> None:
 def take_away() -> None:
     for name in MODULES:
         sys.modules.pop(name, None)
+        sys.modules.pop(name.replace("slime", "miles", 1), None)
     if "rollout_manager" in vars(MegatronTrainRayActor):
         del MegatronTrainRayActor.rollout_manager
 

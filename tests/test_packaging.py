@@ -183,7 +183,7 @@ def test_every_foreign_import_is_a_declared_dependency() -> None:
         for module, names in importlib.metadata.packages_distributions().items()
     }
     known = {"grpc": {"grpcio"}, "nixl_cu12": {"nixl-cu12"}, "nixl_cu13": {"nixl-cu12"}, "nixl": {"nixl-cu12"}}
-    known |= {"llvmlite": {"numba"}, "hydra": {"hydra-core"}}
+    known |= {"llvmlite": {"numba"}, "hydra": {"hydra-core"}, "omegaconf": {"hydra-core"}}
     known |= {"deepspeed": {"openrlhf"}, "peft": {"openrlhf"}, "huggingface_hub": {"vllm"}}  # come with these hosts
     foreign = {
         (str(path.relative_to(ROOT)), top)

@@ -271,6 +271,44 @@ def test_what_is_too_stale_on_arrival_is_dropped_and_counted(engines: Any) -> No
     assert {r["headers"]["x-weight-version-max-staleness"] for r in engine.set()} == {"1"}
 
 
+def test_staleness_is_counted_from_the_newest_version_that_sidecars_have_seen(engines: Any) -> None:
+    [engine] = engines(5)
+    engine.set(head=7, delay=0.2)
+    asked = client([engine], max_staleness=1)
+    assert list(asked.generate(prompts(2))) == [] and asked.counts["too_stale"] == 2
+    assert asked.newest("run") == asked.newest(None) == 7 and asked.newest("other") is None
+    engine.set(head=6)
+    assert len(list(client([engine], max_staleness=1).generate(prompts(2)))) == 2
+
+
+def test_coroutines_of_one_loop_ask_at_once_and_what_is_too_stale_is_asked_for_again(engines: Any) -> None:
+    [engine] = engines(5)
+    current = 5
+    asked = client([engine], max_staleness=0, current_version=lambda: current)
+
+    async def together() -> list[trajectory_pb2.Trajectory]:
+        nonlocal current
+        try:
+            found = await asyncio.gather(*(asked.ask(prompt) for prompt in prompts(20)))
+            current = 6
+            late = asyncio.create_task(asked.ask(Prompt([9], id="late")))
+            while not asked.counts["too_stale"]:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(engine.set, version=6)
+            return [*found, await late]
+        finally:
+            await asked.aclose()
+
+    found = asyncio.run(together())
+    assert names(found) == Counter([f"p{k}-0" for k in range(20)] + ["late-0"])
+    assert [t.spans[0].number for t in found] == [5] * 20 + [6]
+    current = 6
+    again = asyncio.run(together())  # in another event loop
+    assert again[0].spans[0].number == 6
+    with pytest.raises(DeadlineError):
+        asyncio.run(client([engine], min_version=9, deadline_s=0.2).ask(Prompt([1])))
+
+
 def test_a_run_is_asked_for_by_name(engines: Any) -> None:
     other, mine = engines(8, 2)
     other.set(run="other")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop import checkpoint, config, holding, model, same_bits, versions
+from loop import checkpoint, config, follow_fresh, holding, model, same_bits, versions
 
 from weight_sync import Replica
 from weight_sync.adapters.trainers.base import SHARD, TrainerHost, must_stop
@@ -273,6 +273,21 @@ def test_a_resume_from_the_head_goes_on_in_the_same_run_and_publishes_nothing_tw
     host.sync(4)
     assert head == 3 and host.publisher.step == 4 and len(versions(keys)) == 5
     host.close()
+
+
+def test_a_resume_after_steps_that_changed_nothing_is_at_the_head(keys: Config) -> None:
+    host = Host(keys, model(0))
+    for step in range(1, 4):
+        host.sync(step)
+    host.close()
+    before = versions(keys)
+    again = Host(keys, model(0))
+    again.sync(3)
+    assert again.version == before[-1] and versions(keys) == before
+    again.tensors = model(1)
+    again.sync(4)
+    again.close()
+    assert same_bits(follow_fresh(keys)[0], model(1))
 
 
 def test_a_resume_from_an_older_checkpoint_says_which_version_it_is_and_what_to_do(keys: Config) -> None:

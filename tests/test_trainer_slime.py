@@ -15,7 +15,7 @@ import slime_standin as slime
 import torch
 import torch.distributed as dist
 import yaml
-from loop import Child, config, follow_fresh, same_bits, versions
+from loop import Child, config, follow_fresh, reader, same_bits, versions
 from safetensors.torch import save_file
 
 from weight_sync.adapters.trainers.slime.updater import Nobody
@@ -210,6 +210,44 @@ def test_a_resumed_job_goes_on_in_its_run_and_an_older_checkpoint_is_refused(tmp
     assert head.weight_updater.weight_sync.publisher.step == 3
     with pytest.raises(ForkRequiredError, match="step 1, which is version 2"):
         resumed(0).update_weights()
+
+
+@pytest.mark.usefixtures("standin")
+@pytest.mark.parametrize("own", [0, 1], ids=["remote fleet", "engines of its own, too"])
+def test_miles_is_told_by_its_features_and_its_two_more_questions_are_answered(tmp_path: Path, own: int) -> None:
+    slime.take_away()
+    slime.put_in_place("miles")
+    args = job(tmp_path)
+    engines = [slime.Engine() for _ in range(own)]
+    actor = started(args, *engines)
+    updater = actor.weight_updater
+    assert not updater.is_rollout_engines_fresh(), "nobody has connected it yet"
+    for step in range(3):
+        if step:
+            actor.train(step - 1)
+        assert synced(actor)["weight_sync/failed"] == 0 and served(tmp_path, args, step)
+        assert updater.weight_version == step + 1 and all(engine.version == step + 1 for engine in engines)
+        assert updater.is_rollout_engines_fresh()
+    updater.mark_engine_connection_stale()
+    assert updater.is_rollout_engines_fresh() == (not engines), (
+        "miles connects anew, and only to what it has handles of"
+    )
+    actor.train(2)
+    synced(actor)
+    assert updater.is_rollout_engines_fresh() and served(tmp_path, args, 3)
+    updater.weight_sync.close()
+
+
+@pytest.mark.usefixtures("standin")
+def test_a_version_says_how_slime_computes(tmp_path: Path) -> None:
+    args = job(tmp_path, tensor_model_parallel_size=2, params_dtype=torch.bfloat16, use_rollout_routing_replay=True)
+    actor = started(args)
+    synced(actor)
+    contract = actor.weight_updater.weight_sync.contract()
+    assert (contract.engine, contract.tensor_parallel, contract.compute_dtype) == ("slime", 2, "bfloat16")
+    assert contract.router_replay and not contract.HasField("pipeline_parallel"), "what slime does not say is not set"
+    sent = reader(config(tmp_path)).manifest(1).contract
+    assert sent.id and sent.tensor_parallel == 2 and sent.router_replay
 
 
 # --- installing ---

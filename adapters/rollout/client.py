@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import (
     AsyncGenerator,
@@ -18,6 +19,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from contextlib import AsyncExitStack
 from typing import Any
 
 from weight_sync.adapters.rollout.flavours import FLAVOURS, Flavour, Prompt
@@ -40,8 +42,8 @@ class RolloutClient:
         sampling: ``max_tokens`` and the engine's own parameters.
         min_version, exact, max_staleness: at most one: which version may answer. Sidecars hold engines to it.
         run_id: of that version.
-        current_version: the trainer's version; with ``max_staleness``, answers that are too stale when they arrive are
-            dropped and counted.
+        current_version: the trainer's version, None while it is not known; by default the newest one that the sidecars
+            have seen. With ``max_staleness``, answers that are too stale when they arrive are dropped and counted.
         concurrency: samples in flight.
         per_engine: samples in flight at one engine.
         deadline_s: for one sample, from its first request to its answer, retries included.
@@ -70,7 +72,7 @@ class RolloutClient:
         exact: int | None = None,
         max_staleness: int | None = None,
         run_id: str | None = None,
-        current_version: Callable[[], int | None] = lambda: None,
+        current_version: Callable[[], int | None] | None = None,
         concurrency: int = 64,
         per_engine: int = 64,
         deadline_s: float = 600.0,
@@ -97,12 +99,45 @@ class RolloutClient:
             raise ConfigError("no engines", field="engines", found=engines, expected="a list of URLs, or a function")
         self.engines, self.flavour, self.model, self.sampling = engines, known, model, dict(sampling or {})
         self.wanted = Wanted(min_version, exact, max_staleness, run_id)
-        self.current = current_version
+        self._current = current_version
         self.concurrency, self.per_engine = concurrency, per_engine
         self.deadline_s, self.request_s, self.poll_s = deadline_s, request_s, poll_s
         self.on_failure, self.token, self.verify = on_failure, token, verify
         self.fleet = Fleet()
         self.counts: Counter[str] = Counter()
+        self._asking: tuple[asyncio.AbstractEventLoop, asyncio.Task[Session], AsyncExitStack] | None = None
+
+    def newest(self, run: str | None) -> int | None:
+        """The version that staleness is counted from: the trainer's, as far as it is known here."""
+        return self.fleet.head(run) if self._current is None else self._current()
+
+    async def ask(self, prompt: Prompt, number: int = 0) -> trajectory_pb2.Trajectory:
+        """Sample ``number`` of a prompt, for callers that have one prompt at a time: any number of coroutines of one event
+        loop. Answers that are too stale when they arrive are asked for again. The fleet is watched from the first call
+        until `aclose`. Raises DeadlineError, InputError.
+        """
+        session = await self._session()
+        deadline = time.monotonic() + self.deadline_s
+        while True:
+            found = await session.sample(prompt, number, deadline)
+            if found is not None:
+                return found
+
+    async def _session(self) -> Session:
+        """The one that `ask` keeps; another one for another event loop, and after one that could not be opened."""
+        loop = asyncio.get_running_loop()
+        kept = self._asking
+        if kept is None or kept[0] is not loop or (kept[1].done() and (kept[1].cancelled() or kept[1].exception())):
+            stack = AsyncExitStack()
+            kept = self._asking = (loop, loop.create_task(stack.enter_async_context(Session.open(self))), stack)
+        return await asyncio.shield(kept[1])  # it is everybody's, whoever of them leaves
+
+    async def aclose(self) -> None:
+        """Ends what `ask` has begun, in its event loop; it may be called again."""
+        asking, self._asking = self._asking, None
+        if asking is not None:
+            await asyncio.wait([asking[1]])
+            await asking[2].aclose()
 
     async def stream(
         self, prompts: Iterable[Prompt] | AsyncIterable[Prompt]

@@ -57,6 +57,7 @@ class Seat:
         in_flight: requests of this client.
         others: requests of others, when its status was last read.
         run, version: last seen, None when not known.
+        head_run, head: the newest version that its sidecar has seen, served or not; None when not known.
         not_before: when it may be asked again, in seconds of the event loop's clock.
         failures: in a row.
         why: the last refusal or failure, "" after a success.
@@ -68,6 +69,8 @@ class Seat:
     others: int = 0
     run: str | None = None
     version: int | None = None
+    head_run: str | None = None
+    head: int | None = None
     not_before: float = 0.0
     failures: int = 0
     why: str = ""
@@ -124,6 +127,11 @@ class Fleet:
     def seats(self) -> list[Seat]:
         """All of them."""
         return list(self._seats.values())
+
+    def head(self, run: str | None) -> int | None:
+        """The newest version of a run (None: of any) that one of the sidecars has seen; None when none said."""
+        seen = [seat.head for seat in self.seats if seat.head is not None and run in (None, seat.head_run)]
+        return max(seen, default=None)
 
     def set(self, urls: Iterable[str]) -> None:
         """The fleet is these now."""

@@ -81,6 +81,9 @@ class Session:
                 run, version, name = status.get("run_id"), status.get("version"), status.get("replica_id")
                 if isinstance(run, str) and isinstance(version, int):
                     seat.saw(run, version)
+                head_run, head = status.get("head_run_id"), status.get("head")
+                if isinstance(head_run, str) and isinstance(head, int):
+                    seat.head_run, seat.head = head_run, head
                 seat.others = max(0, int(status.get("in_flight") or 0) - seat.in_flight)
                 seat.name = name if isinstance(name, str) else ""
 
@@ -93,7 +96,7 @@ class Session:
         client = self._client
         while True:
             now = time.monotonic()
-            choice = choose(client.fleet.seats, client.wanted, client.current(), now, client.per_engine)
+            choice = choose(client.fleet.seats, client.wanted, client.newest(client.wanted.run), now, client.per_engine)
             if choice.seat is not None and now < deadline:
                 choice.seat.in_flight += 1
                 return choice.seat
@@ -106,14 +109,17 @@ class Session:
 
     # --- one sample ---
 
-    async def sample(self, prompt: Prompt, number: int) -> trajectory_pb2.Trajectory | None:
-        """Asks until one engine has answered; None for an answer that is too stale by then.
+    async def sample(
+        self, prompt: Prompt, number: int, deadline: float | None = None
+    ) -> trajectory_pb2.Trajectory | None:
+        """Asks until one engine has answered, or until ``deadline`` (the client's from now); None for an answer that is
+        too stale by then.
 
         Exactly one answer is used, whichever engine it came from: one that arrives after its connection broke is never
         read. Raises DeadlineError, InputError for what no engine would answer.
         """
         client = self._client
-        deadline = time.monotonic() + client.deadline_s
+        deadline = time.monotonic() + client.deadline_s if deadline is None else deadline
         while True:
             seat = await self._seat(deadline)
             try:
@@ -124,7 +130,7 @@ class Session:
             if found is None:
                 client.counts["retried"] += 1
                 continue
-            most, current = client.wanted.max_staleness, client.current()
+            most, current = client.wanted.max_staleness, client.newest(found.run_id)
             if most is not None and current is not None and staleness(found, current) > most:
                 client.counts["too_stale"] += 1
                 return None

@@ -1,13 +1,19 @@
-"""Which jobs of verl call a checkpoint engine at all.
+"""Which jobs of verl call a checkpoint engine at all, and which agent loops a job with engines elsewhere takes.
 
-Owns the rule; pure.
+Owns the rules; pure.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-__all__ = ["never_synced"]
+__all__ = ["AGENT_LOOPS", "never_synced", "remote_loops"]
+
+AGENT_LOOPS = {"single_turn_agent": "weight_sync", "tool_agent": "weight_sync_tools"}
+"""verl's loops, and ours that stand for them (verl/agent_loops.yaml)."""
 
 
 def never_synced(config: Any) -> tuple[str, str]:
@@ -32,3 +38,28 @@ def never_synced(config: Any) -> tuple[str, str]:
     if backend != "weight_sync":
         return f"checkpoint_engine.backend is {backend!r}", "leave checkpoint_engine.backend to +weight_sync"
     return "", ""
+
+
+def remote_loops(config: Any) -> tuple[Mapping[str, str], str]:
+    """What to set in ``actor_rollout_ref.rollout.agent`` so that engines elsewhere answer, and why that cannot be done.
+
+    Nothing where the job names no such engines, or has set everything itself. Our loops are named in a file that verl
+    takes one of: a job with one of its own lists ours in there.
+    """
+    agent = config.actor_rollout_ref.rollout.agent
+    default = agent.get("default_agent_loop")
+    if not config.weight_sync.rollout.engines:
+        return {}, ""
+    if agent.get("agent_loop_config_path"):
+        ours = default in AGENT_LOOPS.values()
+        return {}, "" if ours else f"agent_loop_config_path is set, and default_agent_loop is {default!r}"
+    if default not in (*AGENT_LOOPS, *AGENT_LOOPS.values()):
+        return {}, f"default_agent_loop is {default!r}, which no loop of ours stands for"
+    return {"default_agent_loop": AGENT_LOOPS.get(default, default), "agent_loop_config_path": _loops_file()}, ""
+
+
+def _loops_file() -> str:
+    """Found without importing verl, which the package of its adapter does."""
+    spec = find_spec("weight_sync.adapters.trainers")
+    assert spec is not None and spec.submodule_search_locations, "a package"
+    return str(Path(next(iter(spec.submodule_search_locations))) / "verl" / "agent_loops.yaml")

@@ -1,6 +1,7 @@
 """slime's real training actors under Ray, on CPU, publishing to a fleet that slime has no handles of.
 
-``actors.py FOLDER TP,PP,EP,MOE WORLD SYNCS``: FOLDER holds ws.yaml, as a user writes it. After each sync the store's head
+``actors.py FOLDER TP,PP,EP,MOE WORLD SYNCS [LOADED]``: FOLDER holds ws.yaml, as a user writes it; with LOADED, the number of
+a rollout, training goes on from the checkpoint after it. After each sync the store's head
 is compared, bit for bit, with what slime itself would have sent. Owns the run and the comparison.
 """
 
@@ -38,6 +39,11 @@ def facts(actor: Any) -> dict[str, Any]:
             "gathered": sorted(name for name, path in paths.items() if path != "shard"), "paths": len(paths)}  # fmt: skip
 
 
+def settled(actor: Any) -> bool:
+    """In an actor: waits for the version that goes out behind the next step."""
+    return bool(actor.weight_updater.weight_sync.settle())
+
+
 @ray.remote
 class Manager:
     """slime's rollout manager, of a fleet without engines."""
@@ -61,26 +67,28 @@ def head_of(uri: str) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(bits.copy().view("i2")) for name, (_, bits) in engine.table.items()}
 
 
-def main(folder: str, topology: str, world: int, syncs: int) -> None:
+def main(folder: str, topology: str, world: int, syncs: int, loaded: int = -1) -> None:
     """Starts the actors and syncs."""
     tp, pp, ep, moe = map(int, topology.split(","))
     actor_module = slime_env.prepare()
-    args = slime_env.arguments(folder, (tp, pp, ep, moe), world)
+    args = slime_env.arguments(folder, (tp, pp, ep, moe), world, loaded)
     ray.init(
         num_cpus=world + 1, include_dashboard=False, runtime_env={"worker_process_setup_hook": "slime_env.prepare"}
     )
     cls = ray.remote(num_cpus=1)(actor_module.MegatronTrainRayActor)
     actors = [cls.remote(world, rank, None, None) for rank in range(world)]
     ray.get([actor.init.remote(args, "actor") for actor in actors])
-    parts = ray.get([actor.__ray_call__.remote(stream) for actor in actors])
-    base = {name: tensor.contiguous() for part in parts for name, tensor in part.items()}
-    save_file(base, str(Path(args.hf_checkpoint) / "model.safetensors"))
+    if loaded < 0:
+        parts = ray.get([actor.__ray_call__.remote(stream) for actor in actors])
+        base = {name: tensor.contiguous() for part in parts for name, tensor in part.items()}
+        save_file(base, str(Path(args.hf_checkpoint) / "model.safetensors"))
     manager = Manager.remote()
     ray.get([actor.set_rollout_manager.remote(manager) for actor in actors])
-    for step in range(syncs):
-        if step:
+    for step in range(loaded + 1, loaded + 1 + syncs):
+        if step > loaded + 1:
             ray.get([actor.train.remote(step - 1, None) for actor in actors])
         ray.get([actor.update_weights.remote() for actor in actors])
+        assert all(ray.get([actor.__ray_call__.remote(settled) for actor in actors])), "a version was not committed"
         parts = ray.get([actor.__ray_call__.remote(stream) for actor in actors])
         served = head_of(args.weight_sync["uri"])
         sent = {name: tensor for part in parts for name, tensor in part.items()}
@@ -92,4 +100,4 @@ def main(folder: str, topology: str, world: int, syncs: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))

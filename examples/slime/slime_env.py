@@ -117,17 +117,19 @@ def _without_construction(actor: Any) -> None:
     actor.initialize_model_and_optimizer = lambda args, role: ([build(args)], None, None, args.loaded_rollout_id)
 
 
-def arguments(folder: str, topology: tuple[int, int, int, int], world: int) -> Namespace:
+def arguments(folder: str, topology: tuple[int, int, int, int], world: int, loaded: int = -1) -> Namespace:
     """As slime's parser and its ``--custom-config-path`` leave them, as far as a sync reads them."""
     import yaml
 
     args = Namespace(
-        topology=topology, world=world, meeting=f"{folder}/meeting", hf_checkpoint=f"{folder}/hf", loaded_rollout_id=-1,
+        topology=topology, world=world, meeting=f"{folder}/meeting{loaded}", hf_checkpoint=f"{folder}/hf",
+        loaded_rollout_id=loaded,
         debug_rollout_only=False, debug_train_only=False, colocate=False, update_weight_mode="full",
         update_weight_transport="nccl", num_gpus_per_node=world, offload_train=False, keep_old_actor=False,
         vocab_size=VOCABULARY, model_name="qwen3moe" if topology[3] else "qwen2", update_weights_interval=1,
         rollout_data_postprocess_path=None, use_fault_tolerance=False, use_critic=False, use_opd=False,
-        distributed_timeout_minutes=10,
+        distributed_timeout_minutes=10, tensor_model_parallel_size=topology[0],
+        pipeline_model_parallel_size=topology[1], expert_model_parallel_size=topology[2],
         num_experts=EXPERTS if topology[3] else None, num_attention_heads=HEADS, num_query_groups=GROUPS,
         hidden_size=HIDDEN, kv_channels=HIDDEN // HEADS, q_lora_rank=None, update_weight_buffer_size=1 << 20,
         untie_embeddings_and_output_weights=True, custom_megatron_init_path=None,
@@ -176,7 +178,8 @@ def build(args: Any) -> Any:
                 yield "module." + _engine_name(name, moe), parameter
 
     chunk = Chunk()
-    change(chunk, 0)
+    for step in range(args.loaded_rollout_id + 2):  # as a checkpoint after that rollout holds it
+        change(chunk, step)
     return chunk
 
 

@@ -30,8 +30,8 @@ def make(folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\\n{% endfor %}"
     config = Qwen2Config(
-        vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1,
+        vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1,
         bos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -13,9 +13,10 @@ __all__ = ["install"]
 
 
 def _chosen() -> bool:
-    from vllm.config import get_current_vllm_config
+    from vllm import config
 
-    options = getattr(get_current_vllm_config(), "additional_config", None)
+    current = getattr(config, "get_current_vllm_config_or_none", config.get_current_vllm_config)()
+    options = getattr(current, "additional_config", None)
     block = options.get("weight_sync") if isinstance(options, dict) else None
     return isinstance(block, dict) and block.get("in_place") is True
 
@@ -30,7 +31,8 @@ def install() -> None:
         return
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
-        if _chosen():
+        # verl processes weights again after each load, where vLLM has no configuration: what was left alone stays so
+        if getattr(layer, "cpu_linear", None) is torch.nn.functional.linear or _chosen():
             layer.cpu_linear = torch.nn.functional.linear
         else:
             original(layer, remove_weight)

@@ -4,6 +4,7 @@
     actors.py    the two subclasses, which Ray ships by value
     host.py      in a policy actor: what it publishes, and telling the engines
     rollout.py   in a rollout actor: its vLLM engine, brought to a version
+    remote.py    in a rollout actor: its agent executor, answered by engines elsewhere
     hooks.py     what all of this relies on, checked by ``weight-sync doctor openrlhf``
 
 Locks, pauses, sleep and wake-up stay OpenRLHF's own. Importing this imports nothing of OpenRLHF.

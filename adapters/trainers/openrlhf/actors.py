@@ -52,6 +52,9 @@ def rollout_actor(base: Any, block: dict[str, Any], lora: str) -> Any:
 
             switch_engine(block)
             self.weight_sync = Rollout(block, lora, kwargs)
+            if self.weight_sync.asks_elsewhere:
+                self.weight_sync.replace_engine(self, kwargs)
+                return
             kwargs["worker_extension_cls"] = EXTENSION
             kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **IN_PLACE}
             await base.__init__(self, *args, **kwargs)

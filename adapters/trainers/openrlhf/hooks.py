@@ -33,6 +33,9 @@ def hook_points() -> Iterator[Check]:
     yield hook(policy, _inside(actor, "broadcast_to_vllm"))
     yield hook(policy, _inside(actor, "fit"), ("kl_ctl",))
     yield hook(engine, _inside(rollout, "__init__"), ("kwargs",))
+    yield hook("openrlhf.utils.agent", "AgentExecutorBase.execute", ("llm_engine", "hf_tokenizer"))
+    for name in ("_load_agent_executor", "SingleTurnAgentExecutor"):
+        yield hook(engine, name)
     yield hook("openrlhf.utils.logging_utils", "init_logger")
     yield hook(engine, "create_vllm_engines")
     yield _makes_engines(engine, rollout)

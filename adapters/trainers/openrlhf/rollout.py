@@ -1,7 +1,9 @@
-"""In a rollout actor: OpenRLHF's vLLM engine, brought to the version that the trainer names.
+"""In a rollout actor: OpenRLHF's vLLM engine, brought to the version that the trainer names; or none, where engines
+elsewhere answer.
 
-Owns the way into an engine that lives in the same process. Owns no following (weight_sync.replica), no protocol
-(weight_sync.adapters.engines.vllm) and no admission: OpenRLHF has paused, or asks for nothing, while the engine moves.
+Owns the way into an engine that lives in the same process. Owns no request to others (remote.py), no following
+(weight_sync.replica), no protocol (weight_sync.adapters.engines.vllm) and no admission: OpenRLHF has paused, or asks
+for nothing, while the engine moves.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weight_sync import blocks
     from weight_sync.replica import Replica
 
 __all__ = ["Rollout", "switch_engine"]
@@ -34,18 +37,47 @@ class Rollout:
         block: the options of weight_sync.
         lora: "merge" or "adapter".
         engine: the arguments with which vLLM will be made.
+
+    Attributes:
+        told: the version that the trainer has named last; None before.
     """
 
     def __init__(self, block: dict[str, Any], lora: str, engine: dict[str, Any]) -> None:
         self._block, self._model = block, str(engine.get("model", ""))
         self._replica: Replica | None = None
         self._turn: asyncio.Lock | None = None
+        self.told: int | None = None
+
+    @property
+    def asks_elsewhere(self) -> bool:
+        """Whether engines elsewhere answer: then this actor starts none."""
+        return bool(_rollout_block(self._block).engines)
+
+    def replace_engine(self, actor: Any, given: Mapping[str, Any]) -> None:
+        """Makes of the actor what OpenRLHF's own start would, but for the engine. Raises ConfigError.
+
+        Args:
+            given: the arguments with which OpenRLHF makes the actor.
+        """
+        from openrlhf.trainer.ray import vllm_engine
+
+        from weight_sync.adapters.trainers.openrlhf.remote import NoEngine, RemoteExecutor
+
+        path = given.get("agent_func_path")
+        inner = (vllm_engine._load_agent_executor(path) if path
+                 else vllm_engine.SingleTurnAgentExecutor(given.get("remote_rm_url")))  # fmt: skip
+        actor.executor = RemoteExecutor(inner, _rollout_block(self._block), lambda: self.told)
+        actor.kwargs, actor._mm_pad_token_ids = dict(given), None
+        actor.llm = NoEngine(actor.executor.client)
 
     async def reach(self, actor: Any, uri: str, run_id: str, version: int) -> dict[str, Any]:
         """Brings the engine to the version; says what came of it: name, version, error ("" for none), seconds, copied.
 
-        Called on the actor's event loop, which goes on serving meanwhile.
+        Called on the actor's event loop, which goes on serving meanwhile. Engines elsewhere move on their own.
         """
+        self.told = version
+        if self.asks_elsewhere:
+            return {"name": _name(), "version": version, "error": "", "seconds": 0.0, "copied": 0}
         if self._turn is None:
             self._turn = asyncio.Lock()
         async with self._turn:
@@ -78,6 +110,12 @@ class Rollout:
         engine = RemoteEngine(_control(llm, loop), config, name)
         engine.kind = "vllm"
         return Replica.open(config, engine)
+
+
+def _rollout_block(block: Mapping[str, Any]) -> blocks.Rollout:
+    from weight_sync.config import load
+
+    return load({key: value for key, value in block.items() if key != "lora"}).rollout
 
 
 def _name() -> str:

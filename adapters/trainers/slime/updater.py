@@ -70,8 +70,9 @@ def make_updater(base: Any, host_of: Callable[[Any], SlimeHost], step_of: Callab
         # miles asks for these two
 
         def is_rollout_engines_fresh(self) -> bool:
-            """Whether the connection to the engines is current; there is none to a remote fleet."""
-            if not real_engines(getattr(self, "rollout_engines", None)):
+            """Whether the connection to the engines is current; to a remote fleet there is none that could age."""
+            known = getattr(self, "rollout_engines", None)
+            if known is not None and not real_engines(known):
                 return True
             return bool(super().is_rollout_engines_fresh())
 

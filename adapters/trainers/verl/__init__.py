@@ -5,6 +5,7 @@
     notice.py    how the rollout side learns which version a sync ended with
     copy.py      one copy of the served weights per rollout host
     hook.py      reaching the training engine in the actor
+    agent.py     verl's agent loops, answered by engines elsewhere; agent_loops.yaml names them
 
 Importing it registers the engine and hooks the actor's worker class, in whatever process of verl's it happens. Owns
 that and nothing else. Raises ConfigError on a version of verl that the adapter was not proven with.

@@ -99,7 +99,7 @@ def _witness_engine() -> None:
         if skip and version >= skip:
             return {"name": "skipped", "version": None, "error": "", "seconds": 0.0, "copied": 0}
         told = await original(self, actor, uri, run_id, version)
-        if folder and not told["error"]:
+        if folder and not told["error"] and not self.asks_elsewhere:
             path = Path(folder) / f"engine-{told['name']}-{told['version']}.safetensors"
             await actor.llm.collective_rpc(dump_engine, args=(str(path),))
         return told

@@ -13,6 +13,16 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 EXAMPLE = ROOT / "examples" / "verl"
+EXPERTS = """
+import sys
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+torch.manual_seed(0)
+config = Qwen3MoeConfig(
+    vocab_size=9001, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False)
+Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(sys.argv[1])
+"""
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +49,9 @@ def variables(site: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory, variables: dict[str, str]) -> Path:
-    """Folder with the tiny model and its prompts."""
+    """Folder with the tiny model and its prompts, and a tiny one with experts."""
     folder = tmp_path_factory.mktemp("inputs")
     subprocess.run([sys.executable, EXAMPLE / "tiny.py", str(folder)], env=variables, check=True, timeout=300)
+    shutil.copytree(folder / "tiny", folder / "experts", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    subprocess.run([sys.executable, "-c", EXPERTS, str(folder / "experts")], env=variables, check=True, timeout=300)
     return folder

@@ -1,7 +1,8 @@
 """Two FSDP2 actor ranks and two rollout workers under verl's own CheckpointEngineManager, on CPU.
 
-``ranks.py FOLDER URI SYNCS HISTORY`` prints one line of JSON per sync: what differed, on which path, and how many bytes crossed
-collectives on ours and on verl's own way. Owns the run; verl's workers, engine and manager are verl's.
+``ranks.py MODEL URI FIRST SYNCS HISTORY`` trains from step FIRST on, as after a restart from that step's checkpoint, and prints
+one line of JSON per sync: what differed, on which path, and how many bytes crossed collectives on ours and on verl's own
+way. Owns the run; verl's workers, engine and manager are verl's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import importlib
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -95,7 +97,7 @@ class Still(MockReplica):  # type: ignore[misc]
 def start(model: str, block: dict[str, Any], actors: int, rollouts: int) -> tuple[Any, Any, Any]:
     """(actor group, rollout group, manager)."""
     engine = CheckpointEngineConfig(
-        backend="weight_sync", update_weights_bucket_megabytes=16,
+        backend="weight_sync", update_weights_bucket_megabytes=1,
         custom_backend_module="weight_sync.adapters.trainers.verl", engine_kwargs={"weight_sync": {"config": block}},
     )  # fmt: skip
     hf = HFModelConfig(path=model, use_remove_padding=False, override_config={"attn_implementation": "eager"})
@@ -123,19 +125,21 @@ def start(model: str, block: dict[str, Any], actors: int, rollouts: int) -> tupl
     return actor, worker, CheckpointEngineManager(config=engine, actor_wg=actor, replicas=replicas)
 
 
-def main(folder: str, uri: str, syncs: int, history: str) -> None:
+def main(model: str, uri: str, first: int, syncs: int, history: str) -> None:
     """Syncs and compares, bit for bit."""
     ray.init(num_cpus=64, num_gpus=8, include_dashboard=False)
-    block = {"uri": uri, "poll_s": 0.02, "timeout_s": 120, "threads": 1, "anchor_share": 0,
-             "base": f"{folder}/tiny"}  # fmt: skip
+    block = {"uri": uri, "poll_s": 0.02, "timeout_s": 120, "threads": 1, "anchor_share": 0, "base": model}
     if uri.startswith("grpc"):
         block["store"] = history
-    actor, worker, manager = start(f"{folder}/tiny", block, 2, 2)
-    for step in range(syncs):
+    actor, worker, manager = start(model, block, 2, 2)
+    for step in range(first):
+        actor.perturb(step)
+    for step in range(first, first + syncs):
         metrics = manager.update_weights(global_steps=step)
         truth, native, crossed = actor.whole()[0]
         got = worker.got()
-        served = {name: tensor.bfloat16() for name, tensor in truth.items() if name != "lm_head.weight"}
+        tied = json.loads(Path(model, "config.json").read_text())["tie_word_embeddings"]
+        served = {name: tensor.bfloat16() for name, tensor in truth.items() if name != "lm_head.weight" or not tied}
         different = [
             [
                 name
@@ -144,14 +148,15 @@ def main(folder: str, uri: str, syncs: int, history: str) -> None:
             ]
             for received, _ in got
         ]
+        largest = max(tensor.nbytes for tensor in served.values())
         print(json.dumps({
             "step": step, "names": [sorted(received) == sorted(served) for received, _ in got], "different": different,
-            "keepers": sum(keeps for _, keeps in got), "tensors": len(served), "native_bytes": native,
-            "our_bytes": crossed, "metrics": metrics,
+            "keepers": sum(keeps for _, keeps in got), "tensors": sorted(served), "native_bytes": native,
+            "our_bytes": crossed, "largest": largest, "metrics": metrics,
         }), flush=True)  # fmt: skip
         actor.perturb(step)
     ray.shutdown()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

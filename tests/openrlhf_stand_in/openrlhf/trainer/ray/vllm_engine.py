@@ -7,6 +7,14 @@ from typing import Any
 import ray
 import vllm
 
+from openrlhf.utils.agent import AgentExecutorBase, SingleTurnAgentExecutor
+
+__all__ = ["RolloutRayActor", "SingleTurnAgentExecutor", "create_vllm_engines"]
+
+
+def _load_agent_executor(agent_func_path: str) -> AgentExecutorBase:
+    raise AssertionError("no test has one")
+
 
 @ray.remote
 class RolloutRayActor:
