@@ -174,9 +174,9 @@ def test_ranks_with_another_schedule_write_nothing(
         publisher.publish(state(1), step=1)
         real = Sender._write
 
-        def other(self: Sender, go: Any) -> int:
+        def other(self: Sender, connection: Any, go: Any) -> int:
             go.schedule = bytes(16)
-            return real(self, go)
+            return real(self, connection, go)
 
         monkeypatch.setattr(Sender, "_write", other)
         with pytest.raises(LineageError, match="this rank has another schedule"):
