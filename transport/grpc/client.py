@@ -165,5 +165,5 @@ class _Failures:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, grpc.RpcError):
             raise wire.error_of(error, self._where) from error
-        if isinstance(error, ValueError) and "closed channel" in str(error):
+        if isinstance(error, ValueError) and "closed" in str(error):  # "channel closed" or "closed channel", by version
             raise StoreUnavailableError("the connection was closed", field=self._where) from error

@@ -10,6 +10,7 @@ process has one set of them. There is no progress thread: it would burn a core e
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import threading
 import uuid
@@ -34,12 +35,18 @@ _told = threading.Event()
 
 def load_nixl() -> Any:
     """The API module of whatever build is installed. Raises ConfigError that says what to install."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # before the import: else it tells of every agent
     why = []
     for name in _BUILDS:
         try:
-            return importlib.import_module(f"{name}._api")
+            api = importlib.import_module(f"{name}._api")
         except ImportError as error:
             why.append(f"{name}: {error}")
+            continue
+        told = logging.getLogger("nixl")
+        told.handlers.clear()  # they write to stdout, where commands print JSON
+        told.propagate = True
+        return api
     raise ConfigError("the rdma backend needs NIXL", field="weight_sync.backend", found="; ".join(why),
                       do="pip install 'weight-sync[rdma]' (nixl-cu12), or nixl-cu13 beside CUDA 13")  # fmt: skip
 
@@ -57,8 +64,6 @@ def open_agent(config: Config, role: str) -> NixlAgent:
         transports = "tcp,sm,self"
         if not _told.is_set():
             _told.set()
-            import logging
-
             logging.getLogger("weight_sync.rdma").warning(
                 "this host has no RDMA device: versions travel over TCP and shared memory"
             )
