@@ -33,6 +33,7 @@ _FACTORS = {
     "lora_A.weight": ("lora_B.weight", False),
     "lora_embedding_A": ("lora_embedding_B", True),
 }
+_UPS = tuple(f".{up}" for up, _ in _FACTORS.values())
 _NAMED = 5  # names that a message lists
 
 
@@ -78,6 +79,19 @@ class AdapterConfig:
             _pattern(found, "rank_pattern"), _pattern(found, "alpha_pattern"), bool(found.get("use_rslora")),
             bool(found.get("fan_in_fan_out")), tuple(_beyond(found)),
         )  # fmt: skip
+
+    def adapts(self, module: str) -> bool:
+        """Whether PEFT would adapt a module: by a name that its path ends with, or by the one expression."""
+        if not self.targets or self.targets == ("all-linear",):
+            return True
+        try:
+            return any(
+                module == target or module.endswith(f".{target}") or re.fullmatch(target, module) is not None
+                for target in self.targets
+            )
+        except re.error as error:
+            raise TensorError("not a pattern of names", field=f"{ADAPTER_CONFIG}: target_modules",
+                              found=self.targets) from error  # fmt: skip
 
     def rank_of(self, module: str) -> int:
         """Of the adapter to one module, by its path in the model."""
@@ -178,6 +192,9 @@ def pairs_of(table: Sequence[TensorSpec]) -> tuple[tuple[Pair, ...], tuple[str, 
                               expected="(rank, inputs) and (outputs, rank)", do="adapt linear layers")  # fmt: skip
         pairs.append(Pair(name.removeprefix(_PREFIX).removesuffix(f".{ending}"), down, up, embedding))
     used = {part.name for pair in pairs for part in (pair.down, pair.up)}
+    alone = [name for name in specs if name not in used and name.endswith(_UPS)]
+    if alone:
+        raise TensorError("a factor without its other half", field=alone[0], expected="lora_A", do="save it with PEFT")
     return tuple(pairs), tuple(name for name in specs if name not in used)
 
 
@@ -196,7 +213,15 @@ def check_fit(config: AdapterConfig, table: Sequence[TensorSpec], base: Sequence
         raise TensorError("the adapter is not for this base, which lacks what it adapts", field=lost[0],
                           found=f"{len(lost)} of {len(pairs)} adapted weights are not in the base",
                           do="name the base that it was trained on")  # fmt: skip
+    odd = [name for name in rest if not config.beyond and not _is_of_base(name, weights)]
+    if odd:
+        raise TensorError("a tensor that adapts nothing", field=odd[0], found=f"{len(odd)} such tensors",
+                          expected="lora_A and lora_B of modules", do="offer what PEFT saves")  # fmt: skip
     for pair in pairs:
+        if not config.adapts(pair.module):
+            raise TensorError("the configuration does not adapt this module", field=pair.down.name,
+                              found=list(config.targets), expected=pair.module,
+                              do="save tensors and configuration together")  # fmt: skip
         if pair.rank != config.rank_of(pair.module):
             raise TensorError("rank differs from the configuration's", field=pair.down.name, found=pair.rank,
                               expected=config.rank_of(pair.module), do="save tensors and configuration together")  # fmt: skip
@@ -206,6 +231,11 @@ def check_fit(config: AdapterConfig, table: Sequence[TensorSpec], base: Sequence
                               found=list(pair.shape(config)), expected=list(weight.shape),
                               do="name the base that it was trained on")  # fmt: skip
     return pairs
+
+
+def _is_of_base(name: str, weights: Mapping[str, TensorSpec]) -> bool:
+    """A copy of a weight of the base, which PEFT saves of embeddings that are adapted or were made larger."""
+    return name.removeprefix(_PREFIX).replace(".base_layer.", ".") in weights
 
 
 def _tied(pair: Pair, weights: Mapping[str, TensorSpec]) -> bool:

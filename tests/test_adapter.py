@@ -157,8 +157,14 @@ def test_what_does_not_belong_to_the_base_is_refused_and_nothing_is_published(ba
             publisher.publish(adapted(deep))
         good = AdapterSource(*_parts(adapted(base), tmp_path / "good"))
         half = {name: t for name, t in good.tensors.items() if not name.endswith("1.self_attn.q_proj.lora_B.weight")}
+        other = {name: t for name, t in good.tensors.items() if not name.endswith("1.self_attn.q_proj.lora_A.weight")}
+        extra = {**good.tensors, "base_model.model.foo": torch.zeros(2)}
+        settings = json.dumps({**json.loads(good.config), "target_modules": ["o_proj"]})
         for source, message in (
             (AdapterSource(half, good.config), "without its other half"),
+            (AdapterSource(other, good.config), "without its other half"),
+            (AdapterSource(extra, good.config), "adapts nothing"),
+            (AdapterSource(good.tensors, settings), "does not adapt this module"),
             (AdapterSource(good.tensors, good.config.replace('"r": 4', '"r": 5')), "rank differs"),
             (AdapterSource(good.tensors, good.config.replace("LORA", "IA3")), "not a LoRA adapter"),
             (AdapterSource(good.tensors, "{"), "not JSON"),

@@ -179,3 +179,34 @@ def test_weights_that_somebody_else_changed_are_noticed(base: Path, tmp_path: Pa
             engine._engine.model.model.layers[0].self_attn.q_proj.weight[0, 0] += 1
         with pytest.raises(EngineInDoubtError, match="somebody else"):
             engine.audit()
+
+
+def test_a_base_that_another_replica_moves_under_an_adapter_is_noticed_and_not_mixed(
+    base: Path, tmp_path: Path
+) -> None:
+    store, models = str(tmp_path / "lora"), str(tmp_path / "base-run")
+    moved = load_base(base)
+    with torch.no_grad():
+        moved.model.layers[0].self_attn.q_proj.weight[0] *= 1.5
+    with weight_sync.Publisher.open(models, base=str(base)) as publisher:
+        publisher.publish(moved)
+    host = TransformersEngine(load_base(base), base)
+    with (
+        weight_sync.Publisher.open(store, adapter={"base": f"{models}@0"}) as publisher,
+        weight_sync.Replica.open(models, host) as below,
+    ):
+        below.sync(exact=0)
+        engine = MergedEngine(host)
+        publisher.publish(step(adapted(base), 0))
+        with weight_sync.Replica.open(store, engine) as replica:
+            replica.sync()
+            engine.close()  # the base's own replica finds the bits that it left
+            below.forget()
+            head = below.sync().digest
+            publisher.publish(step(adapted(base), 1))
+            with pytest.raises(EngineInDoubtError, match="moved under"):
+                replica.sync()
+            with pytest.raises(EngineInDoubtError, match="moved under"):
+                engine.audit()
+        engine.close()
+        assert host.audit().hex() == head, "no mixture of two bases"

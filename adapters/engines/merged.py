@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weight_sync.adapter import AdapterConfig, Pair, adapter_of, check_base, pairs_of
+from weight_sync.adapter import AdapterConfig, Pair, adapter_of, base_text, check_base, pairs_of
 from weight_sync.adapters.engines.decoder import Completion
 from weight_sync.adapters.engines.transformers import TransformersEngine
 from weight_sync.canonical import Bits
@@ -75,6 +75,7 @@ class MergedEngine(Engine):
     def __init__(self, engine: TransformersEngine, *, threads: int = 1) -> None:
         self._engine, self._threads = engine, threads
         self._base, self._base_version = engine.audit(), engine.version
+        self._announced = engine.version  # whoever else announces a version has moved the base
         self._originals: dict[str, torch.Tensor] = {}  # by module
         self._now = _Adapter()
         self._undo: _Adapter | None = None
@@ -106,6 +107,7 @@ class MergedEngine(Engine):
     def stage(self, update: Update) -> None:
         """Merges while the model serves. Raises WrongBaseError for an adapter to another base, EngineError."""
         self._staged = self._undo = None
+        self._check_still()
         message = adapter_of(update.manifest)
         check_base(message, self._base_version, self._base)
         try:
@@ -123,6 +125,14 @@ class MergedEngine(Engine):
         for pair in pairs:
             self._keep(pair, config)
         self._staged = adapter, dict(self._merged(adapter))
+
+    def _check_still(self) -> None:
+        """Raises EngineInDoubtError when another replica has moved the base under the adapter."""
+        if self._engine.version != self._announced:
+            raise EngineInDoubtError("the base was moved under a merged adapter", field="version",
+                                     found=base_text(self._engine.version, None),
+                                     expected=base_text(self._announced, None),
+                                     do="load the base anew; let one replica alone drive an engine")  # fmt: skip
 
     def _stepped(self, update: Update) -> dict[str, npt.NDArray[Any]]:
         """The adapter's bits after an update."""
@@ -218,8 +228,9 @@ class MergedEngine(Engine):
     def audit(self) -> Digest:
         """The adapter's digest, recomputed, after its merge was computed anew and compared with the model's weights.
 
-        Raises EngineInDoubtError when the model holds something else.
+        Raises EngineInDoubtError when the model holds something else there, or when somebody else has announced a version.
         """
+        self._check_still()
         for module, weight in self._merged(self._now):
             if not torch.equal(self._weight(module).view(torch.uint8), weight.view(torch.uint8)):  # NaN equals itself
                 raise EngineInDoubtError("the model's weights are not the base's and the adapter's", field=module,
@@ -241,9 +252,14 @@ class MergedEngine(Engine):
     def announce(self, version: common_pb2.VersionId) -> None:
         """The adapter's version, that answers carry from now on."""
         self._engine.announce(version)
+        self._announced = version
 
     def close(self) -> None:
-        """The base's own weights are back; nothing is answered until a version is announced."""
-        self._write(self._originals)
+        """The base's own weights are back; nothing is answered until a version is announced.
+
+        A base that was moved meanwhile is left as it is: the old weights in it would be a mixture.
+        """
+        if self._engine.version == self._announced:
+            self._write(self._originals)
         self._now = _Adapter()
         self._engine.close()

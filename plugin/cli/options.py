@@ -107,12 +107,14 @@ def version_number(end: ReplicaEnd, text: str) -> int:
 
 
 def pairs(option: str, given: Sequence[str]) -> dict[str, str]:
-    """``KEY=VALUE`` words as a mapping. Raises ConfigError."""
+    """``KEY=VALUE`` words as a mapping. Raises ConfigError for other words, and for a name that is given twice."""
     found: dict[str, str] = {}
     for word in given:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            raise ConfigError("not KEY=VALUE", field=option, found=word, expected="KEY=VALUE")
+            raise ConfigError("not a pair", field=option, found=word, expected="KEY=VALUE")
+        if key in found:
+            raise ConfigError("a name is given twice", field=option, found=key, expected="once", do="keep one of them")
         found[key] = value
     return found
 
