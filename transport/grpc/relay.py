@@ -28,7 +28,7 @@ from weight_sync.transport.grpc.returns import Receipts, Returns
 __all__ = ["RelayReturns", "is_news", "summary"]
 
 _FORWARD_S = 0.25  # longest time that an acknowledgement which is news waits for others
-_COUNTS_S = 5.0  # longest time that mere counts wait, so that the trainer's work does not grow with a site
+_COUNTS_S = 5.0  # longest time that mere counts wait: the trainer need not hear of every replica of a site
 _FORGET_S = 600.0
 _BATCH = 256
 _MOST_SPOOLED = 200_000
