@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapter_cases import SIZES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -31,17 +32,6 @@ from weight_sync.testing import check_engine, engine_claims
 
 transformers = pytest.importorskip("transformers")
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 48,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-}
 MODELS: dict[str, Callable[[], Any]] = {
     "llama-tied": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(tie_word_embeddings=True, **SIZES)),
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(tie_word_embeddings=False, **SIZES)),
