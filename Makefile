@@ -11,7 +11,9 @@
 
 PY := .venv/bin/python
 WORKERS ?= 2
-PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+SHARED := -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := $(PY) $(SHARED) $(ARGS)
+REAL := bin/python $(SHARED) -m "not full" $(ARGS)
 
 help: ## Lists these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,11 +47,11 @@ test-full: venv kernels ## All tests, those that wait for minutes too
 
 test-engines: ## Tests on real engines, each in an environment of its own (downloads about 1.5 GB once)
 	@scripts/env.sh vllm .venv-vllm >/dev/null
-	.venv-vllm/bin/python -m pytest -m "not full" $(ARGS) tests/engines/test_vllm*.py
+	.venv-vllm/$(REAL) tests/engines/test_vllm*.py
 	@scripts/env.sh vllm-0.29 .venv-vllm-0.29 >/dev/null
-	.venv-vllm-0.29/bin/python -m pytest -m "not full" $(ARGS) -k "leans_on or every_version" tests/engines/test_vllm*.py
+	.venv-vllm-0.29/$(REAL) -k "leans_on or every_version" tests/engines/test_vllm*.py
 	@scripts/env.sh sglang .venv-sglang >/dev/null
-	.venv-sglang/bin/python -m pytest -m "not full" $(ARGS) tests/engines/test_sglang*.py
+	.venv-sglang/$(REAL) tests/engines/test_sglang*.py
 
 test-hosts: ## Tests in real trainers, each in an environment of its own (downloads about 3 GB once; slime with SLIME_SRC=checkout)
 	@scripts/env.sh verl .venv-verl >/dev/null

@@ -40,9 +40,9 @@ class Run:
 class Trainer:
     """Publishes versions of one model as they are asked for. A context manager."""
 
-    def __init__(self, folder: Path, kind: str) -> None:
+    def __init__(self, folder: Path, kind: str, seed: int = 0) -> None:
         self._folder = folder
-        self.run = Run(folder / "store", [models.make(folder / "v0", kind)])
+        self.run = Run(folder / "store", [models.make(folder / "v0", kind, seed)])
         self._publisher = weight_sync.Publisher.open(str(self.run.store), base=str(self.run.checkpoints[0]))
 
     @property
@@ -69,9 +69,9 @@ class Trainer:
         self._publisher.close()
 
 
-def publish(folder: Path, kind: str, steps: int) -> Run:
+def publish(folder: Path, kind: str, steps: int, seed: int = 0) -> Run:
     """Versions 1 to ``steps`` by the real publisher; the last one holds a NaN and a negative zero."""
-    with Trainer(folder, kind) as trainer:
+    with Trainer(folder, kind, seed) as trainer:
         for number in range(1, steps + 1):
             trainer.publish(special=number == steps and kind != "llama-tied")
         return trainer.run

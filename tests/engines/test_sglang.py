@@ -11,10 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 from runs import Run, engine_of, follow_apart, publish
-from safetensors.torch import load_file
 from servers import TEXT
 from sglang_servers import SglangServer
 from sidecars import Sidecar
@@ -180,10 +178,7 @@ def test_another_model_is_refused_with_the_differences(
 def test_a_version_of_another_lineage_comes_whole_and_the_way_back_too(
     run: Run, server: SglangServer, answers: dict[int, Any], tmp_path: Path
 ) -> None:
-    base = models.make(tmp_path / "v0", "qwen3", seed=1)
-    other = Run(tmp_path / "store", [base, models.stepped(base, tmp_path / "v1", 1)])
-    with weight_sync.Publisher.open(str(other.store), base=str(base)) as publisher:
-        publisher.publish(load_file(other.checkpoints[1] / "model.safetensors"))
+    other = publish(tmp_path, "qwen3", 1, seed=1)
     moved(run, server, 1)
     engine = engine_of(other, server)
     with weight_sync.Replica.open(other.config(), engine) as replica:

@@ -165,6 +165,22 @@ def test_another_model_is_refused_with_the_differences(
     assert server.complete() == before
 
 
+def test_a_version_of_another_lineage_comes_whole_and_the_way_back_too(
+    run: Run, server: Server, answers: dict[int, Any], tmp_path: Path
+) -> None:
+    other = publish(tmp_path, "qwen3", 1, seed=1)
+    moved(run, server, 1)
+    engine = engine_of(other, server)
+    with weight_sync.Replica.open(other.config(), engine) as replica:
+        report = replica.sync(exact=1)
+        assert report.digest == Checkpoint(other.checkpoints[1]).digest().hex() == engine.audit().hex()
+        assert report.previous is None, "what the engine held is no version of this run"
+    engine.close()
+    assert server.complete() not in answers.values()
+    moved(run, server, 1)
+    assert server.complete() == answers[1]
+
+
 def test_a_corrupted_shard_changes_nothing(run: Run, server: Server, answers: dict[int, Any]) -> None:
     moved(run, server, 1)
     (shard,) = run.store.glob("*/data/*2/*.safetensors")
