@@ -347,6 +347,14 @@ def test_requests_go_where_they_are_sent_or_fail(served: ServedEngine) -> None:
     assert '"version": null' in Hook("check", f"{served.url}/version?x=1").run({}, 30.0, "GET")
 
 
+def test_waiting_for_an_engine_that_does_not_listen_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(EngineError, match="cannot be asked"):
+        Hook("on_commit", "http://127.0.0.1:1/").run({}, 0.7, patient=True)
+    assert [record.getMessage() for record in caplog.records] == [
+        "on_commit: nobody listens there yet; trying for 1 s"
+    ]
+
+
 def test_a_pause_that_fails_is_taken_back(tmp_path: Path, served: ServedEngine) -> None:
     engine = CheckpointEngine(tmp_path / "out", on_pause="exit 1", on_resume=f"{served.url}/resume", threads=1)
     with pytest.raises(EngineError, match="on_pause"):

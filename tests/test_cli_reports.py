@@ -275,3 +275,13 @@ def test_verify_sees_a_hole_in_the_log_and_a_manifest_that_lies(checkpoints: lis
     assert (fault["version"], fault["kind"]) == (2, "DigestMismatchError")
     path.unlink()
     assert "hole" in ask("verify", uri, code=3)["faults"][0]["what"]
+
+
+def test_verify_checks_what_lies_before_a_damaged_newest_entry(checkpoints: list[Path], tmp_path: Path) -> None:
+    uri = fresh_store(checkpoints, tmp_path)
+    newest = entry(uri, 2)
+    newest.write_bytes(newest.read_bytes()[:-20])
+    document = ask("verify", uri, "--deep", code=3)
+    assert [fault["version"] for fault in document["faults"]] == [2]
+    assert document["versions"] == 2 and document["replayed"] == {"default": [0, 1]}
+    assert document["notes"] == ["entries from 2 on were not checked"]

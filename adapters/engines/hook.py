@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import os
 import re
 import signal
@@ -24,6 +25,7 @@ from weight_sync.errors import ConfigError, DeadlineError, EngineError
 
 __all__ = ["Hook"]
 
+_LOG = logging.getLogger("weight_sync")
 _KEEP = 1 << 20  # bytes of an answer that are looked at
 _AGAIN_S = 0.2  # between two tries to connect
 _SHAPE = "http://host:port/path"
@@ -101,7 +103,7 @@ class Hook:
         body = json.dumps(dict(facts)) if method == "POST" else None
         headers = {"Content-Type": "application/json", "Connection": "close"}
         try:
-            _connect(connection, end if patient else 0.0)
+            _connect(connection, end if patient else 0.0, self.option)
             connection.request(method, (url.path or "/") + (f"?{url.query}" if url.query else ""), body, headers)
             answer = connection.getresponse()
             data = b""
@@ -145,15 +147,20 @@ class Hook:
             return output.read(_KEEP).decode("utf-8", "replace")
 
 
-def _connect(connection: http.client.HTTPConnection, end: float) -> None:
-    """Connects; while nobody listens, again until ``end`` (of the monotonic clock)."""
+def _connect(connection: http.client.HTTPConnection, end: float, option: str) -> None:
+    """Connects; while nobody listens, again until ``end`` (of the monotonic clock), which is said once."""
+    told = False
     while True:
         try:
             connection.connect()
             return
         except ConnectionRefusedError:
-            if time.monotonic() + _AGAIN_S > end:
+            left = end - time.monotonic()
+            if left < _AGAIN_S:
                 raise
+            if not told:
+                _LOG.warning("%s: nobody listens there yet; trying for %.0f s", option, left)
+                told = True
             time.sleep(_AGAIN_S)
 
 

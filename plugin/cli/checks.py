@@ -81,9 +81,9 @@ def check_log(end: ReplicaEnd, findings: Findings) -> list[Manifest]:
     """Walks the log; returns the versions up to the first entry that cannot be trusted."""
     entries: list[Manifest] = []
     try:
-        head = end.head()
         for entry in end.entries():
             entries.append(entry)
+        head = end.head()  # asked last: a damaged newest entry hides none of those before it
     except CorruptionError as error:
         findings.add(len(entries), None, error)
         findings.notes.append(f"entries from {len(entries)} on were not checked")
