@@ -11,9 +11,9 @@
 
 PY := .venv/bin/python
 WORKERS ?= 2
-SHARED := -m pytest -n $(WORKERS) --dist loadfile
-PYTEST := $(PY) $(SHARED) $(ARGS)
-REAL := bin/python $(SHARED) -m "not full" $(ARGS)
+SHARED = -m pytest -n $(WORKERS) --dist loadfile
+PYTEST = $(PY) $(SHARED) $(ARGS)
+REAL = bin/python $(SHARED) -m "not full" $(ARGS)
 
 help: ## Lists these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,24 +48,22 @@ test-full: venv kernels ## All tests, those that wait for minutes too
 test-engines: ## Tests on real engines, each in an environment of its own (downloads about 1.5 GB once)
 	@scripts/env.sh vllm .venv-vllm >/dev/null
 	.venv-vllm/$(REAL) tests/engines/test_vllm*.py
-	@scripts/env.sh vllm-0.29 .venv-vllm-0.29 >/dev/null
-	.venv-vllm-0.29/$(REAL) -k "leans_on or every_version" tests/engines/test_vllm*.py
+	@scripts/env.sh verl .venv-verl >/dev/null # verl's vLLM is the oldest one that is tested
+	.venv-verl/$(REAL) -k "leans_on or every_version" tests/engines/test_vllm*.py
 	@scripts/env.sh sglang .venv-sglang >/dev/null
 	.venv-sglang/$(REAL) tests/engines/test_sglang*.py
 
 test-hosts: ## Tests in real trainers, each in an environment of its own (downloads about 3 GB once; slime with SLIME_SRC=checkout)
 	@scripts/env.sh verl .venv-verl >/dev/null
-	.venv-verl/bin/python -m pytest -m "not full" $(ARGS) tests/hosts/verl
-	@scripts/env.sh verl-vllm .venv-verl-vllm >/dev/null
-	.venv-verl-vllm/bin/python -m pytest -m "not full" $(ARGS) tests/hosts/verl/test_verl_vllm.py
+	.venv-verl/$(REAL) tests/hosts/verl
 	@scripts/env.sh openrlhf .venv-openrlhf >/dev/null
-	.venv-openrlhf/bin/python -m pytest -m "not full" $(ARGS) tests/hosts/openrlhf
+	.venv-openrlhf/$(REAL) tests/hosts/openrlhf
 	@[ -z "$$SLIME_SRC" ] || scripts/env.sh slime .venv-slime >/dev/null
-	$$([ -n "$$SLIME_SRC" ] && echo .venv-slime || echo .venv-verl)/bin/python -m pytest -m "not full" $(ARGS) tests/hosts/slime
+	.venv-$$([ -n "$$SLIME_SRC" ] && echo slime || echo verl)/$(REAL) tests/hosts/slime
 
 # On a shared machine a test may meet its own limit in time: it is run once more there, and the summary says so.
-ci: PYTEST += --reruns 1
-ci: lint types test ## The gate and all tests, nothing twice; a test that fails is run once more and listed
+ci: SHARED += --reruns 1
+ci: lint types test test-engines ## The gate and all tests, nothing twice; a test that fails is run once more and listed
 
 quickstart: venv ## Trains a small real model and serves what was trained (STEPS=3 MODEL=path)
 	$(PY) examples/quickstart/run.py $(if $(STEPS),--steps $(STEPS)) $(if $(MODEL),--model "$(MODEL)") $(ARGS)
