@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from weight_sync.errors import WeightSyncError
 from weight_sync.ports import ReplicaEnd
+from weight_sync.proto.v1 import manifest_pb2
 
 __all__ = ["Feed", "State"]
 
@@ -43,6 +44,7 @@ class Feed:
         self._loop = loop
         self._stop = threading.Event()
         self._waiting: set[asyncio.Future[None]] = set()
+        self._retired = False
         self.state = State()
         self._thread = threading.Thread(target=self._follow, name="weight_sync-feed", daemon=True)
         self._thread.start()
@@ -71,18 +73,21 @@ class Feed:
         state = State(found.newest or self.state.newest, head, found.error)
         if state != self.state:
             self.state = state
-            for future in self._waiting:
-                if not future.done():
-                    future.set_result(None)
-            self._waiting.clear()
+            self._wake()
+
+    def _wake(self) -> None:
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)
+        self._waiting.clear()
 
     def note(self, newest: str | None, head: int | None) -> None:
         """News from whoever made it; on the loop."""
         self._take(State(newest, head))
 
     async def changed(self, seen: State) -> State:
-        """The state once it is not ``seen`` any more."""
-        while self.state == seen:
+        """The state once it is not ``seen`` any more, or once nothing more is told here."""
+        while self.state == seen and not self._retired:
             future: asyncio.Future[None] = self._loop.create_future()
             self._waiting.add(future)
             try:
@@ -90,6 +95,15 @@ class Feed:
             finally:
                 self._waiting.discard(future)
         return self.state
+
+    def manifest(self, number: int) -> manifest_pb2.VersionManifest:
+        """A version of the run; of an end far away, whose news bring the newest one along. Blocks; any thread may call."""
+        return self._end.manifest(number)
+
+    def retire(self) -> None:
+        """Sends away who waits here: another feed tells more. On the loop."""
+        self._retired = True
+        self._wake()
 
     def stop(self) -> None:
         """Asks the thread to end."""

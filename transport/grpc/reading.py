@@ -92,6 +92,8 @@ class Reading:
 
     async def run(self, run_id: str) -> str:
         """The run that is meant, which exists. Raises VersionMissingError."""
+        if (run_id or self._named) in self._runs:
+            return run_id or self._named or ""  # a run that began does not end
         info = await self.look(run_id)
         if not info.run_id:
             raise VersionMissingError("the server holds no such run" if run_id else "the server holds no run",
@@ -106,12 +108,15 @@ class Reading:
         if pushed is not None:
             return pushed
         try:
-            return await self._shared(run_id)
+            info = await self._shared(run_id)
         except StoreUnavailableError:
             if not self._far or run_id not in self._runs:
                 raise
-            newest = self.feed("").state.newest or run_id  # the far side is away: what is here goes on being served
+            newest = self._newest() or run_id  # the far side is away: what is here goes on being served
             return service_pb2.RunInfo(run_id=run_id, newest_run=newest, head=self._heads.get(run_id))
+        if self._far and info.run_id:
+            self.feed(info.run_id)  # the next look is answered by what it hears
+        return info
 
     async def _shared(self, run_id: str) -> service_pb2.RunInfo:
         running, waiting = self._looks.get(run_id, (None, None))
@@ -141,7 +146,7 @@ class Reading:
 
     def _pushed(self, run_id: str) -> service_pb2.RunInfo | None:
         """What a server far away has pushed; None while it has not said enough."""
-        newest = self.feed("").state.newest
+        newest = self._newest()
         chosen = run_id or newest
         if newest is None or chosen is None or chosen not in self._runs:
             return None
@@ -190,12 +195,22 @@ class Reading:
         return await self.blocking(work)
 
     def feed(self, run_id: str) -> Feed:
-        """What is newest in a run; empty: in the store."""
+        """What is newest in a run."""
         found = self._feeds.get(run_id)
         if found is None:
-            end = self._transport.replica_end(run_id or None)
-            found = self._feeds[run_id] = Feed(end, self.loop)
+            found = self._feeds[run_id] = Feed(self._transport.replica_end(run_id or None), self.loop)
+            first = self._feeds.pop("", None) if run_id else None
+            if first is not None:  # one feed is enough to hear of the newest run, and each costs looks
+                first.retire()
+                self.pool.submit(first.stop)
         return found
+
+    def news(self) -> Feed:
+        """A feed that hears of the newest run of the store; every one does."""
+        return next(iter(self._feeds.values()), None) or self.feed("")
+
+    def _newest(self) -> str | None:
+        return next((feed.state.newest for feed in self._feeds.values() if feed.state.newest is not None), None)
 
     def note(self, run_id: str, head: int | None) -> None:
         """A publisher of ours opened a run, or committed; on the loop."""
@@ -237,7 +252,10 @@ class Reading:
 
     async def _bring(self, run_id: str, number: int) -> Known:
         try:
-            manifest = await self.use(run_id, lambda end: end.manifest(number))
+            if self._far:
+                manifest = await self.blocking(self.feed(run_id).manifest, number)
+            else:
+                manifest = await self.use(run_id, lambda end: end.manifest(number))
         except VersionError:
             self.forget(run_id, number)
             raise

@@ -28,7 +28,8 @@ from weight_sync.transport.grpc.returns import Receipts, Returns
 __all__ = ["RelayReturns", "is_news", "summary"]
 
 _FORWARD_S = 0.25  # longest time that an acknowledgement which is news waits for others
-_COUNTS_S = 5.0  # longest time that mere counts wait: the trainer need not hear of every replica of a site
+_COUNTS_S = 10.0  # longest time that mere counts wait: the trainer need not hear of every replica of a site
+_WANT_S = 1.0  # what one replica has asked for since need not be asked for by the next
 _FORGET_S = 600.0
 _BATCH = 256
 _MOST_SPOOLED = 200_000
@@ -52,12 +53,17 @@ class _Site:
     """The replicas that follow one run."""
 
     children: dict[str, _Child] = field(default_factory=dict)
-    dirty: bool = False
+    changed_at: float | None = None  # when the first acknowledgement came that the far side has not heard of
     told: replica_pb2.Acknowledgement | None = None
-    told_at: float = 0.0
-    fetched: int = 0
     lease_sent: tuple[int, float] = (-1, 0.0)
-    ttl_s: int = 600
+    leasing: asyncio.Task[None] | None = None  # the one renewal under way, for all who need it
+    wanted: dict[int, float] = field(default_factory=dict)  # when each version was last asked for
+
+    def needed(self) -> int | None:
+        """The oldest version that a replica has leased."""
+        now = time.monotonic()
+        leased = (c.leased for c in self.children.values() if c.leased is not None and c.lease_ends > now)
+        return min(leased, default=None)
 
 
 def summary(
@@ -140,14 +146,26 @@ class RelayReturns(Returns):
 
     async def want(self, run_id: str, replica_id: str, number: int) -> None:
         self._child(run_id, replica_id).wants = number
-        await self._reading.use(run_id, lambda end: end.want(self.relay_id, number))
+        wanted, now = self._sites[run_id].wanted, time.monotonic()
+        if now - wanted.get(number, -_WANT_S) < _WANT_S:
+            return  # for this one, too; one that still wants it asks again
+        for old in [n for n, at in wanted.items() if now - at >= _WANT_S]:
+            del wanted[old]
+        wanted[number] = now
+        try:
+            await self._reading.use(run_id, lambda end: end.want(self.relay_id, number))
+        except WeightSyncError:
+            wanted.pop(number, None)
+            raise
 
     async def acknowledge(self, run_id: str, message: replica_pb2.Acknowledgement) -> None:
         child = self._child(run_id, message.replica_id)
         child.ack = message
         if message.state == replica_pb2.REPLICA_STATE_SERVING:
             child.wants = None
-        self._sites[run_id].dirty = True
+        site = self._sites[run_id]
+        if site.changed_at is None:
+            site.changed_at = time.monotonic()
         self._fresh.set()
 
     async def fleet(self, run_id: str, publisher: PublisherEnd | None) -> service_pb2.Fleet:
@@ -164,51 +182,61 @@ class RelayReturns(Returns):
         return fleet
 
     async def _lease(self, run_id: str, site: _Site) -> None:
-        """The oldest version that a child needs is the one that the relay needs."""
+        """The oldest version that a child needs is the one that the relay needs. One call, however many wait for it."""
+        while (number := site.needed()) is not None:
+            sent, at = site.lease_sent
+            if sent == number and time.monotonic() - at < self._ttl_s / 3:
+                return
+            if site.leasing is None:
+                site.leasing = self._reading.loop.create_task(self._renew(run_id, site, number))
+            await asyncio.shield(site.leasing)
+
+    async def _renew(self, run_id: str, site: _Site, number: int) -> None:
         now = time.monotonic()
-        leased = [c.leased for c in site.children.values() if c.leased is not None and c.lease_ends > now]
-        if not leased:
-            return
-        number, sent = site.lease_sent
-        if min(leased) == number and now - sent < self._ttl_s / 3:
-            return
-        await self._reading.use(run_id, lambda end: end.lease(self.relay_id, min(leased), self._ttl_s))
-        site.lease_sent = (min(leased), now)
+        try:
+            await self._reading.use(run_id, lambda end: end.lease(self.relay_id, number, self._ttl_s))
+            site.lease_sent = (number, now)
+        finally:
+            site.leasing = None
 
     async def _forward(self) -> None:
-        """Acknowledgements: news no more often than every _FORWARD_S, counts no more often than every _COUNTS_S."""
+        """Acknowledgements, each look at the sites at least _FORWARD_S after the one before."""
+        wait = self._ttl_s / 3
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._fresh.wait(), self._ttl_s / 3)
+                await asyncio.wait_for(self._fresh.wait(), wait)
             self._fresh.clear()
+            wait = self._ttl_s / 3
             for run_id, site in list(self._sites.items()):
-                with suppress(WeightSyncError):  # the far side is away: the next round tells everything
-                    await self._tell(run_id, site)
+                try:
+                    wait = min(wait, await self._tell(run_id, site) or wait)
+                except WeightSyncError:  # the far side is away: the next round tells everything
+                    wait = min(wait, _PAUSE_S)
             await asyncio.sleep(_FORWARD_S)
 
-    async def _tell(self, run_id: str, site: _Site, last: bool = False) -> None:
+    async def _tell(self, run_id: str, site: _Site, last: bool = False) -> float | None:
+        """Tells news at once, mere counts once for all that came within _COUNTS_S. Returns the seconds until they are due."""
         now = time.monotonic()
         site.children = {
             name: child for name, child in site.children.items()
             if now - child.seen < _FORGET_S or child.lease_ends > now
         }  # fmt: skip
         await self._lease(run_id, site)
-        if not site.dirty:
-            return
-        acks = [child.ack for child in site.children.values() if child.ack is not None]
-        told = summary(self.relay_id, acks, 0)
-        wait = site.told_at + _COUNTS_S - now
-        if wait > 0 and not last and not is_news(site.told, told):
-            self._reading.loop.call_later(wait, self._fresh.set)
-            return
-        site.dirty = False
+        changed_at = site.changed_at
+        if changed_at is None:
+            return None
+        told = summary(self.relay_id, [child.ack for child in site.children.values() if child.ack is not None], 0)
+        due = 0.0 if last or is_news(site.told, told) else changed_at + _COUNTS_S - now
+        if due > 0:
+            return due
+        site.changed_at = None  # what comes while this is on its way has not been told
         try:
             await self._reading.use(run_id, lambda end: end.acknowledge(told))
-            site.told, site.told_at = told, now
         except WeightSyncError:
-            site.dirty = True
-            self._reading.loop.call_later(_PAUSE_S, self._fresh.set)
+            site.changed_at = changed_at
             raise
+        site.told = told
+        return None
 
     # --- trajectories ---
 

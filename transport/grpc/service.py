@@ -47,6 +47,7 @@ class Service:
         self._reading, self._folds, self._returns, self._publishing = reading, folds, returns, publishing
         self._open_end = open_end
         self._registered = Registered()
+        self._events: dict[tuple[str, bool], tuple[int, bytes]] = {}  # of the version told last, by run and kind
         self.metrics = metrics
 
     # --- reading ---
@@ -73,18 +74,21 @@ class Service:
             if len(page) < _ENTRIES:
                 return
 
-    async def Watch(self, request: service_pb2.WatchRequest, context: Any) -> AsyncIterator[events_pb2.Event]:
+    async def Watch(self, request: service_pb2.WatchRequest, context: Any) -> AsyncIterator[events_pb2.Event | bytes]:
         """Where the run stands, then what is new; a slow watcher gets the newest version and none of those between."""
         if request.run_id:
             check_name("run_id", request.run_id)
-        base = self._reading.feed("")
         told: str | None = None
-        state = base.state
-        while not (run := (await self._reading.look(request.run_id)).run_id):
-            if told != (state.newest or ""):
-                told = state.newest or ""
-                yield _started(told)
-            state = await base.changed(state)
+        run = (await self._reading.look(request.run_id)).run_id
+        while not run:
+            news = self._reading.news()
+            state = news.state
+            run = (await self._reading.look(request.run_id)).run_id
+            if not run:
+                if told != (state.newest or ""):
+                    told = state.newest or ""
+                    yield _started(told)
+                await news.changed(state)
         feed = self._reading.feed(run)
         info = await self._reading.look(run)
         head = request.after if request.HasField("after") else None
@@ -102,7 +106,11 @@ class Service:
                     yield await self._committed(run, now, request.manifests)
                 await feed.changed(state)
 
-    async def _committed(self, run: str, number: int, with_manifest: bool) -> events_pb2.Event:
+    async def _committed(self, run: str, number: int, with_manifest: bool) -> bytes:
+        """The event of a version, encoded once for all who watch."""
+        made = self._events.get((run, with_manifest))
+        if made is not None and made[0] == number:
+            return made[1]
         known = (await self._reading.known(run, number)).manifest
         entry = events_pb2.EntryCommitted(kind=known.kind, epoch=known.epoch)
         entry.version.run_id, entry.version.number = run, number
@@ -110,7 +118,9 @@ class Service:
             entry.parent = known.parent
         if with_manifest:
             entry.manifest.CopyFrom(known)
-        return events_pb2.Event(entry_committed=entry)
+        data = events_pb2.Event(entry_committed=entry).SerializeToString()
+        self._events[run, with_manifest] = (number, data)
+        return data
 
     async def Fetch(self, request: service_pb2.FetchRequest, context: Any) -> AsyncIterator[bytes]:
         run = await self._run(request.run_id)
