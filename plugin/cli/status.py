@@ -66,7 +66,7 @@ def _fleet(end: ReplicaEnd, writer: PublisherEnd, config: Config) -> dict[str, A
     leases = dict(writer.leases())
     rows = [_row(message, head, leases.pop(message.replica_id, None)) for message in acknowledgements]
     rows += [_silent(name, number, head) for name, number in leases.items()]
-    behind = [row["staleness"] for row in rows if row["staleness"] is not None]
+    behind = [row["staleness"] for row in rows if row["staleness"] is not None and not row["gone"]]
     return {
         "uri": config.uri,
         "run_id": run_id,
@@ -77,6 +77,7 @@ def _fleet(end: ReplicaEnd, writer: PublisherEnd, config: Config) -> dict[str, A
 
 
 def _row(message: Any, head: int | None, leased: int | None) -> dict[str, Any]:
+    """A replica that has said something. One without a lease is gone: a replica keeps its version while it lives."""
     from weight_sync.proto.v1 import replica_pb2
 
     number = message.version.number if message.HasField("version") else None
@@ -86,6 +87,7 @@ def _row(message: Any, head: int | None, leased: int | None) -> dict[str, Any]:
         "version": number,
         "staleness": None if number is None or head is None else max(0, head - number),
         "state": _state(replica_pb2, message.state),
+        "gone": leased is None or message.state == replica_pb2.REPLICA_STATE_CLOSED,
         "view": message.view,
         "leased": leased,
         "fetched_bytes": message.fetched_bytes,
@@ -103,7 +105,7 @@ def _row(message: Any, head: int | None, leased: int | None) -> dict[str, Any]:
 
 def _silent(replica_id: str, number: int, head: int | None) -> dict[str, Any]:
     """A replica that holds a lease and has said nothing."""
-    return {"replica_id": replica_id, "version": None, "staleness": None, "state": "UNSPECIFIED", "view": "",
+    return {"replica_id": replica_id, "version": None, "staleness": None, "state": "UNSPECIFIED", "gone": False, "view": "",
             "leased": number, "fetched_bytes": 0, "bytes_per_s": None, "seconds": {}, "error": "", "age_s": None,
             "followers": []}  # fmt: skip
 
@@ -122,7 +124,8 @@ def _show(out: Output, document: dict[str, Any]) -> None:
         behind = "" if row["staleness"] is None else str(row["staleness"])
         said = "" if row["age_s"] is None else f"{row['age_s']:.0f} s ago"
         number = "" if row["version"] is None else str(row["version"])
-        rows.append([row["replica_id"], row["state"], number, behind, rate, said, row["error"]])
+        state = f"{row['state']}, gone" if row["gone"] and row["state"] != "CLOSED" else row["state"]
+        rows.append([row["replica_id"], state, number, behind, rate, said, row["error"]])
         for group in row["followers"]:
             number = "none" if group["version"] is None else str(group["version"])
             behind = "" if group["version"] is None or head is None else str(max(0, head - group["version"]))

@@ -45,16 +45,20 @@ class Feed:
         self._stop = threading.Event()
         self._waiting: set[asyncio.Future[None]] = set()
         self._retired = False
+        self._noted = False  # somebody tells of versions before they could be seen
         self.state = State()
         self._thread = threading.Thread(target=self._follow, name="weight_sync-feed", daemon=True)
         self._thread.start()
 
     def _follow(self) -> None:
         pause = 0.05
-        while not self._stop.is_set():
+        while True:
+            noted = self._noted  # then a look is for what another publisher does, which is rare
+            if self._stop.wait(_LOOK_S if noted else 0):
+                return
             state = self.state
             try:
-                head = self._end.wait(state.head, _LOOK_S)
+                head = self._end.wait(state.head, 0 if noted else _LOOK_S)
                 newest = self._end.newest_run()
                 found = State(newest, state.head if head is None else head)
                 pause = 0.05
@@ -83,6 +87,7 @@ class Feed:
 
     def note(self, newest: str | None, head: int | None) -> None:
         """News from whoever made it; on the loop."""
+        self._noted = self._noted or head is not None
         self._take(State(newest, head))
 
     async def changed(self, seen: State) -> State:

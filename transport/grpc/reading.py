@@ -32,6 +32,7 @@ __all__ = ["Known", "Reading"]
 
 _R = TypeVar("_R")
 _Look = asyncio.Task[service_pb2.RunInfo]
+_Page = list[manifest_pb2.VersionManifest]
 _KEPT_BYTES = 128 << 20  # of manifests
 _PAGE_S = 5.0  # how old may be what is remembered from far away
 _PAGES = 64
@@ -82,7 +83,8 @@ class Reading:
         self._coming: dict[tuple[str, int], asyncio.Task[Known]] = {}
         self._heads: dict[str, int] = {}  # newest version seen, by run
         self._bytes = 0
-        self._pages: dict[tuple[str, int, int], tuple[float, list[manifest_pb2.VersionManifest]]] = {}
+        self._pages: dict[tuple[str, int, int], tuple[float, _Page]] = {}
+        self._turning: dict[tuple[str, int, int], asyncio.Task[_Page]] = {}
 
     async def blocking(self, function: Callable[..., _R], *given: object) -> _R:
         """Runs a blocking function in a thread."""
@@ -274,26 +276,34 @@ class Reading:
         if found is not None:
             self._bytes -= len(found.data)
 
-    async def entries(self, run_id: str, first: int, limit: int) -> list[manifest_pb2.VersionManifest]:
+    async def entries(self, run_id: str, first: int, limit: int) -> _Page:
         """Entries of a run from ``first`` on, at most ``limit``. From far away, they may be some seconds old."""
-        key = (run_id, first, limit)
-        now = self.loop.time()
-        if self._far and key in self._pages and now - self._pages[key][0] < _PAGE_S:
-            return self._pages[key][1]
 
-        def some() -> list[manifest_pb2.VersionManifest]:
+        def some() -> _Page:
             return list(islice(self._end(run_id).end.entries(first), limit))
 
+        if not self._far:
+            return await self.blocking(some)
+        key = (run_id, first, limit)
+        at, kept = self._pages.get(key, (0.0, None))
+        if kept is not None and self.loop.time() - at < _PAGE_S:
+            return kept
+        task = self._turning.get(key)
+        if task is None:
+            task = self._turning[key] = self.loop.create_task(self._turn(key, some))
+            task.add_done_callback(lambda _: self._turning.pop(key, None))
         try:
-            page = await self.blocking(some)
+            return await asyncio.shield(task)
         except StoreUnavailableError:
-            if key not in self._pages:
+            if kept is None:
                 raise
-            return self._pages[key][1]  # the far side is away
-        if self._far:
-            self._pages[key] = (now, page)
-            while len(self._pages) > _PAGES:
-                del self._pages[next(iter(self._pages))]
+            return kept  # the far side is away
+
+    async def _turn(self, key: tuple[str, int, int], some: Callable[[], _Page]) -> _Page:
+        page = await self.blocking(some)
+        self._pages[key] = (self.loop.time(), page)
+        while len(self._pages) > _PAGES:
+            del self._pages[next(iter(self._pages))]
         return page
 
     # --- bytes ---

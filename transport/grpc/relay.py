@@ -25,7 +25,7 @@ from weight_sync.transport.file.store import Store
 from weight_sync.transport.grpc.reading import Reading
 from weight_sync.transport.grpc.returns import Receipts, Returns
 
-__all__ = ["RelayReturns", "is_news", "summary"]
+__all__ = ["RelayReturns", "is_news", "summary", "told_in"]
 
 _FORWARD_S = 0.25  # longest time that an acknowledgement which is news waits for others
 _COUNTS_S = 10.0  # longest time that mere counts wait: the trainer need not hear of every replica of a site
@@ -69,7 +69,13 @@ class _Site:
 def summary(
     relay_id: str, children: Iterable[replica_pb2.Acknowledgement], fetched_bytes: int
 ) -> replica_pb2.Acknowledgement:
-    """Acknowledgements of a site as one: it serves the oldest version that any of its replicas serves. Pure."""
+    """Acknowledgements of a site as one: it serves the oldest version that any of its replicas serves. Pure.
+
+    One that has closed serves nothing: it is counted, and speaks for the site only where all have.
+    """
+    children = list(children)
+    closed = replica_pb2.REPLICA_STATE_CLOSED
+    gone = all(ack.state == closed for ack in children)
     told = replica_pb2.Acknowledgement(replica_id=relay_id, state=replica_pb2.REPLICA_STATE_ATTACHING)
     groups: dict[tuple[str, int | None, int], replica_pb2.Followers] = {}
     oldest: replica_pb2.Acknowledgement | None = None
@@ -83,9 +89,13 @@ def summary(
                 group.version.CopyFrom(ack.version)
         group.count += 1
         if ack.error:
-            group.error = told.error = ack.error
+            group.error = ack.error
+        if ack.state == closed and not gone:
+            continue
         if number is not None and (oldest is None or number < oldest.version.number):
             oldest = ack
+        if ack.error:
+            told.error = ack.error
         for phase in ("fetch", "decode", "pause", "apply", "verify"):
             slowest = max(getattr(told.timings, phase), getattr(ack.timings, phase))
             setattr(told.timings, phase, slowest)
@@ -106,6 +116,16 @@ def is_news(before: replica_pb2.Acknowledgement | None, told: replica_pb2.Acknow
     return (before.HasField("version"), before.version, before.digest, before.error) != (
         told.HasField("version"), told.version, told.digest, told.error
     )  # fmt: skip
+
+
+def told_in(
+    before: replica_pb2.Acknowledgement | None, told: replica_pb2.Acknowledgement, changed_at: float, now: float
+) -> float:
+    """Seconds until the trainer should hear ``told``, of which the first change came at ``changed_at``. Pure.
+
+    Counts of one change are told together, however long ago the trainer was last told anything.
+    """
+    return 0.0 if is_news(before, told) else max(0.0, changed_at + _COUNTS_S - now)
 
 
 class RelayReturns(Returns):
@@ -226,8 +246,8 @@ class RelayReturns(Returns):
         if changed_at is None:
             return None
         told = summary(self.relay_id, [child.ack for child in site.children.values() if child.ack is not None], 0)
-        due = 0.0 if last or is_news(site.told, told) else changed_at + _COUNTS_S - now
-        if due > 0:
+        due = told_in(site.told, told, changed_at, now)
+        if due > 0 and not last:
             return due
         site.changed_at = None  # what comes while this is on its way has not been told
         try:

@@ -136,20 +136,24 @@ def _stored(config: Config, size: int) -> manifest_pb2.ShardRef:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[tuple[int, str, Callable[[str], float]]]:
-    """A server process over a store below ``folder``: its id, its address, and its counters by name."""
+def serving(folder: Path) -> Iterator[tuple[int, str, Callable[[], dict[str, float]]]]:
+    """A server process over a store below ``folder``: its id, its address, and its counters as on its page."""
     code = "from weight_sync.cli import main; main()"
     page = _free_port()
     words = ["serve", "--store", str(folder / "store"), "--listen", "127.0.0.1:0", "--json", "--set",
              f"cache_dir={folder / 'cache'}", "--set", "calls_per_s=100000", "--metrics", f"127.0.0.1:{page}"]  # fmt: skip
 
-    def metric(name: str) -> float:
+    def counters() -> dict[str, float]:
         with urllib.request.urlopen(f"http://127.0.0.1:{page}/metrics", timeout=30) as answer:
-            lines = answer.read().decode().splitlines()
-        return next(float(line.split()[1]) for line in lines if line.startswith(f"weight_sync_{name} "))
+            lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+        return {name.removeprefix("weight_sync_"): float(value) for name, _, value in map(_last_word, lines)}
 
     with _process([sys.executable, "-c", code, *words]) as (pid, line):
-        yield pid, json.loads(line)["listening"], metric
+        yield pid, json.loads(line)["listening"], counters
+
+
+def _last_word(line: str) -> tuple[str, str, str]:
+    return line.rpartition(" ")
 
 
 def _free_port() -> int:
