@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,8 @@ from weight_sync.transport.grpc import reading as reading_room
 from weight_sync.transport.grpc import relay as relay_room
 from weight_sync.transport.grpc.bench.fleet import Fleet
 from weight_sync.transport.grpc.client import Client
-from weight_sync.transport.grpc.relay import told_in
+from weight_sync.transport.grpc.relay import RelayReturns, told_in
+from weight_sync.transport.grpc.returns import StoreReturns
 from weight_sync.transport.grpc.server import Server
 from weight_sync.transport.grpc.watching import Watcher
 
@@ -88,53 +91,62 @@ def test_what_a_version_asks_of_the_server_does_not_grow_with_the_followers_behi
     assert not {"Watch", "GetRun", "GetEntry", "Entries", "Heartbeat"} & set(few[0])
 
 
-def test_a_renewal_for_many_replicas_at_once_is_one_call(tmp_path: Path, stack: ExitStack) -> None:
+MANY = 40
+
+
+def hold(monkeypatch: pytest.MonkeyPatch, far: tuple[Any, str], near: tuple[Any, str]) -> None:
+    """The server answers ``far`` once MANY have come as far as ``near`` in the relay; each an owner and a method."""
+    gate, come = threading.Event(), iter(range(1, MANY + 1))
+    answer, ask = getattr(*far), getattr(*near)
+
+    async def late(*given: Any) -> Any:
+        assert await asyncio.to_thread(gate.wait, 30)
+        return await answer(*given)
+
+    async def counted(*given: Any) -> Any:
+        if next(come, MANY) == MANY:
+            gate.set()
+        return await ask(*given)
+
+    monkeypatch.setattr(*far, late)
+    monkeypatch.setattr(*near, counted)
+
+
+def many(one: Callable[[int], Any]) -> None:
+    """MANY threads at once; whatever fails in one of them is raised."""
+    with ThreadPoolExecutor(MANY) as pool:
+        list(pool.map(one, range(MANY)))
+
+
+def test_a_renewal_for_many_replicas_at_once_is_one_call(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold(monkeypatch, (StoreReturns, "lease"), (RelayReturns, "lease"))
     server, publisher, _, behind = site(tmp_path, stack)
-    run, client = publisher.run_id, Client(behind)
-    stack.callback(client.close)
-    version = common_pb2.VersionId(run_id=run, number=0)
+    client = stack.enter_context(closing(Client(behind)))
+    version = common_pb2.VersionId(run_id=publisher.run_id, number=0)
     many(lambda k: client.call("Heartbeat", replica_pb2.Lease(replica_id=f"r{k}", version=version, ttl_s=600)))
     assert calls(server)["Heartbeat"] == 1 and dict(publisher._end.leases()) == {"relay": 0}
 
 
 def test_a_full_state_that_many_replicas_want_at_once_is_asked_for_once(tmp_path: Path, stack: ExitStack) -> None:
     server, publisher, _, behind = site(tmp_path, stack)
-    client = Client(behind)
-    stack.callback(client.close)
+    client = stack.enter_context(closing(Client(behind)))
     version = common_pb2.VersionId(run_id=publisher.run_id, number=0)
     many(lambda k: client.call("Want", replica_pb2.Lease(replica_id=f"r{k}", version=version)))
     assert calls(server)["Want"] == 1 and dict(publisher._end.wants()) == {"relay": 0}
 
 
-def test_a_page_of_the_log_that_many_replicas_read_at_once_crosses_once(tmp_path: Path, stack: ExitStack) -> None:
-    server, publisher, _, behind = site(tmp_path, stack)
-    client = Client(behind)
-    stack.callback(client.close)
+def test_a_page_of_the_log_that_many_replicas_read_at_once_crosses_once(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, publisher, relay, behind = site(tmp_path, stack)
+    client = stack.enter_context(closing(Client(behind)))
+    hold(monkeypatch, (server.reading, "entries"), (relay.reading, "entries"))
     request = service_pb2.EntriesRequest(run_id=publisher.run_id, first=0, limit=1)
     before = calls(server)["Entries"]
     many(lambda k: list(client.stream("Entries", request)))
     assert calls(server)["Entries"] - before == 1
-
-
-def many(one: Callable[[int], Any], count: int = 40) -> None:
-    """``count`` threads at once; whatever fails in one of them is raised."""
-    failed: list[BaseException] = []
-    gate = threading.Barrier(count)
-
-    def run(k: int) -> None:
-        try:
-            gate.wait(30)
-            one(k)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=run, args=(k,)) for k in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if failed:
-        raise failed[0]
 
 
 def test_a_relay_that_waits_to_tell_counts_has_one_timer(
@@ -142,8 +154,7 @@ def test_a_relay_that_waits_to_tell_counts_has_one_timer(
 ) -> None:
     monkeypatch.setattr(relay_room, "_FORWARD_S", 0.0)
     _, publisher, relay, behind = site(tmp_path, stack)
-    client = Client(behind)
-    stack.callback(client.close)
+    client = stack.enter_context(closing(Client(behind)))
     for k in range(30):
         ack = replica_pb2.Acknowledgement(replica_id=f"r{k}", state=replica_pb2.REPLICA_STATE_SERVING)
         ack.version.run_id, ack.version.number = publisher.run_id, 0
@@ -183,8 +194,7 @@ def test_whoever_waits_for_a_run_hears_of_it(tmp_path: Path, stack: ExitStack) -
     relay, behind = relayed(client.uri, stack, cache_dir=str(tmp_path / "cache"))
     watchers = []
     for uri in (client.uri, behind.uri):
-        connection = Client(client_of(uri))
-        stack.callback(connection.close)
+        connection = stack.enter_context(closing(Client(client_of(uri))))
         for asked, meant in (("", "first"), ("first", "first"), ("later", "later")):
             watchers.append((Watcher(connection, asked), meant))
             stack.callback(watchers[-1][0].close)
