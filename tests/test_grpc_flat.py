@@ -121,10 +121,11 @@ def many(one: Callable[[int], Any]) -> None:
 def test_a_renewal_for_many_replicas_at_once_is_one_call(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hold(monkeypatch, (StoreReturns, "lease"), (RelayReturns, "lease"))
     server, publisher, _, behind = site(tmp_path, stack)
     client = stack.enter_context(closing(Client(behind)))
     version = common_pb2.VersionId(run_id=publisher.run_id, number=0)
+    client.call("GetRun", service_pb2.RunRequest())  # the relay knows the run
+    hold(monkeypatch, (StoreReturns, "lease"), (RelayReturns, "lease"))
     many(lambda k: client.call("Heartbeat", replica_pb2.Lease(replica_id=f"r{k}", version=version, ttl_s=600)))
     assert calls(server)["Heartbeat"] == 1 and dict(publisher._end.leases()) == {"relay": 0}
 
@@ -142,6 +143,7 @@ def test_a_page_of_the_log_that_many_replicas_read_at_once_crosses_once(
 ) -> None:
     server, publisher, relay, behind = site(tmp_path, stack)
     client = stack.enter_context(closing(Client(behind)))
+    client.call("GetRun", service_pb2.RunRequest())  # the relay knows the run
     hold(monkeypatch, (server.reading, "entries"), (relay.reading, "entries"))
     request = service_pb2.EntriesRequest(run_id=publisher.run_id, first=0, limit=1)
     before = calls(server)["Entries"]
