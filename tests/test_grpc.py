@@ -279,6 +279,24 @@ def test_status_tells_how_far_each_replica_is(tmp_path: Path, stack: ExitStack) 
     assert (row["replica_id"], row["version"], row["staleness"], row["state"]) == ("slow", 0, 1, "SERVING")
 
 
+def test_status_counts_nobody_who_has_gone(tmp_path: Path, stack: ExitStack) -> None:
+    publisher, uri = hosted(stack, tmp_path)
+    publisher.publish(model(0), step=0)
+    with Replica.open(uri, holding(model(0)), replica_id="closed", **COMMON) as closed:
+        closed.sync()
+    killed = stack.enter_context(Replica.open(uri, holding(model(0)), replica_id="killed", **COMMON))
+    killed.sync()
+    killed._end.release("killed")  # as when its lease has run out
+    publisher.publish(model(1), step=1)
+    live = stack.enter_context(Replica.open(uri, holding(model(0)), replica_id="live", **COMMON))
+    live.sync()
+    document = ask("status", uri)
+    assert {row["replica_id"]: (row["gone"], row["staleness"]) for row in document["replicas"]} == {
+        "closed": (True, 1), "killed": (True, 1), "live": (False, 0)
+    }  # fmt: skip
+    assert document["most_stale"] == 0
+
+
 def test_a_fleet_tells_what_registered(tmp_path: Path, stack: ExitStack) -> None:
     publisher, uri = hosted(stack, tmp_path)
     publisher.publish(model(0), step=0)

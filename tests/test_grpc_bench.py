@@ -27,6 +27,9 @@ def test_a_server_sends_one_copy_per_direct_child() -> None:
     assert (straight.copies_per_direct_child, behind.copies_per_direct_child) == (1.0, 1.0)
     assert straight.server_bytes_per_version == 6 * straight.patch_bytes
     assert behind.server_bytes_per_version == 2 * behind.patch_bytes
+    assert [row.server_calls_per_version["Acknowledge"] for row in (straight, behind)] == [6, 2]
+    for row in (straight, behind):
+        assert 0 < row.server_cpu_s_per_version_above_idle <= row.server_cpu_s_per_version
 
 
 @pytest.mark.full

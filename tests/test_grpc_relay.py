@@ -23,6 +23,7 @@ from weight_sync.ports import ShardBytes
 from weight_sync.proto.v1 import common_pb2, manifest_pb2, replica_pb2
 from weight_sync.transport.file import FileTransport
 from weight_sync.transport.grpc import GrpcTransport
+from weight_sync.transport.grpc import relay as relay_room
 from weight_sync.transport.grpc.relay import is_news, summary
 from weight_sync.transport.grpc.server import Server
 
@@ -166,7 +167,10 @@ def test_a_trajectory_that_the_trainer_would_refuse_gets_no_receipt_and_holds_up
     assert sorted(found) == ["good", "hole", "later"]
 
 
-def test_the_trainer_sees_a_site_as_one_replica(tmp_path: Path, stack: ExitStack) -> None:
+def test_the_trainer_sees_a_site_as_one_replica(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_room, "_COUNTS_S", 0.5)
     _, publisher, _, behind = site(tmp_path, stack)
     replicas = [stack.enter_context(Replica.open(behind, holding(model(0)), replica_id=f"r{k}")) for k in range(3)]
     for replica in replicas:
@@ -216,6 +220,12 @@ def test_a_summary_is_the_oldest_version_and_the_counts() -> None:
     found = {(g.HasField("version"), g.version.number, g.state): g.count for g in told.followers}
     assert found == {(True, 7, serving): 2, (True, 0, serving): 1, (False, 0, doubt): 1}
     assert (told.error, told.fetched_bytes) == ("lost", 5)
+    left = ack(0, replica_pb2.REPLICA_STATE_CLOSED, "ended")
+    told = summary("site", [left, ack(7, serving), left], 5)
+    assert (told.version.number, told.state, told.error) == (7, serving, ""), "one that has closed serves nothing"
+    assert sorted((g.version.number, g.count) for g in told.followers) == [(0, 2), (7, 1)]
+    told = summary("site", [left, left], 5)
+    assert (told.version.number, told.state) == (0, replica_pb2.REPLICA_STATE_CLOSED)
     nobody = summary("site", [], 0)
     assert not nobody.HasField("version") and nobody.state == replica_pb2.REPLICA_STATE_ATTACHING
 
