@@ -23,6 +23,7 @@ from weight_sync.ports import ShardBytes
 from weight_sync.proto.v1 import common_pb2, manifest_pb2, replica_pb2
 from weight_sync.transport.file import FileTransport
 from weight_sync.transport.grpc import GrpcTransport
+from weight_sync.transport.grpc import folds as folds_room
 from weight_sync.transport.grpc import relay as relay_room
 from weight_sync.transport.grpc.relay import is_news, summary
 from weight_sync.transport.grpc.server import Server
@@ -86,8 +87,9 @@ def test_a_fold_is_made_inside_the_site_from_patches_that_crossed_once(tmp_path:
 
 
 def test_a_site_with_a_copy_of_the_weights_takes_the_compact_form_over_the_link(
-    tmp_path: Path, stack: ExitStack
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(folds_room, "_SITE_S", COMMON["timeout_s"])  # a busy machine's copy moves, if late
     server, client = served(tmp_path / "store", stack)
     publisher = stack.enter_context(Publisher.open(client, anchor_every=0, anchor_share=0, forms=["step", "compact"]))
     publisher.publish(model(0), step=0)
