@@ -144,7 +144,7 @@ def transport(
     rounds: Rounds = 5,
     fan: Annotated[
         str, typer.Option(help="Replicas, or replicas/relays, comma-separated; empty: none.")
-    ] = "1,200,1000/10",
+    ] = "1,200,1/1,10/10,1000/10",
     versions: Annotated[int, typer.Option(min=1, help="Versions of each fan-out.")] = 3,
     link: Annotated[bool, typer.Option(help="Measure a long thin link, where one can be emulated.")] = True,
     full: Annotated[bool, typer.Option("--full", help="Over the link, also a whole state: half a minute.")] = False,
@@ -270,10 +270,11 @@ def _transport_tables(out: Output, document: dict[str, Any]) -> None:
         ("share", f"{copy['grpc_fetch_share_of_socket_copy']:.2f}"),
     ])  # fmt: skip
     columns = (("replicas", "right"), ("relays", "right"), ("patch", "right"), ("copies per child", "right"),
-               ("server CPU s", "right"), ("seconds to all", "right"))  # fmt: skip
+               ("server CPU s", "right"), ("above idle", "right"), ("seconds to all", "right"))  # fmt: skip
     out.table(columns, [
         (str(row["replicas"]), str(row["relays"]), size(row["patch_bytes"]), f"{row['copies_per_direct_child']:.3f}",
-         f"{row['server_cpu_s_per_version']:.3f}", f"{row['seconds_to_all']:.2f}")
+         f"{row['server_cpu_s_per_version']:.3f}", f"{row['server_cpu_s_per_version_above_idle']:.3f}",
+         f"{row['seconds_to_all']:.2f}")
         for row in document["fan"]
     ])  # fmt: skip
     if document["no_link"]:

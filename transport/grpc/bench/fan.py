@@ -32,7 +32,9 @@ _PAUSE_S = 0.5
 
 @dataclass(frozen=True)
 class FanRow:
-    """One arrangement, per version, from publish until the trainer's side has the last acknowledgement.
+    """One arrangement, per version, from publish until half a second after the last replica had acknowledged.
+
+    In that time relays pass acknowledgements on; where one was late, ``Acknowledge`` is less than one per direct child.
 
     Attributes:
         server_cpu_s_per_version: all that the server's process used.
