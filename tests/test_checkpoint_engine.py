@@ -350,9 +350,7 @@ def test_requests_go_where_they_are_sent_or_fail(served: ServedEngine) -> None:
 def test_waiting_for_an_engine_that_does_not_listen_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(EngineError, match="cannot be asked"):
         Hook("on_commit", "http://127.0.0.1:1/").run({}, 0.7, patient=True)
-    assert [record.getMessage() for record in caplog.records] == [
-        "on_commit: nobody listens there yet; trying for 1 s"
-    ]
+    assert [record.getMessage() for record in caplog.records] == ["on_commit: nobody listens there yet; trying for 1 s"]
 
 
 def test_a_pause_that_fails_is_taken_back(tmp_path: Path, served: ServedEngine) -> None:
