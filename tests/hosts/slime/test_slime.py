@@ -23,8 +23,9 @@ from weight_sync.config import load
 from weight_sync.proto.v1 import manifest_pb2
 from weight_sync.registry import open_transport
 
-if not os.environ.get("SLIME_SRC"):
-    pytest.skip("SLIME_SRC names no checkout of slime, which is not on PyPI", allow_module_level=True)
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("SLIME_SRC"), reason="SLIME_SRC names no checkout of slime, which is not on PyPI"
+)
 
 HERE = Path(__file__).resolve().parent
 EXAMPLE = HERE.parents[2] / "examples" / "slime"
