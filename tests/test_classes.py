@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -90,3 +94,37 @@ def test_only_large_frames_of_bytes_are_cut_into_lanes():
     large = 1 << 20
     assert [lanes_for(DTYPES[n], large) for n in ("F8_E4M3", "BF16", "F32", "F64")] == [4, 1, 1, 1]
     assert lanes_for(DTYPES["F8_E4M3"], large - 1) == 1
+
+
+MACHINE = """
+import numpy as np
+from weight_sync.codec.machine import count4, kernel, nth_bit
+
+@kernel
+def four(a, start, value):
+    return count4(a, start, value)
+
+@kernel
+def nth(mask, rank):
+    return nth_bit(mask, rank)
+
+rng = np.random.default_rng(0)
+for spread in (1, 6, 256):
+    a = rng.integers(0, spread, 300, np.uint8)
+    for value in (0, 2, 254):
+        packed = int(four(a, 40, np.uint64(value)))
+        want = [int((a[40:296] == (value + k) % 256).sum()) for k in range(4)]
+        assert [packed >> 16 * k & 0xFFFF for k in range(4)] == want, (spread, value)
+for mask in (1, 1 << 63, (1 << 64) - 1, *(int(x) for x in rng.integers(1, 1 << 63, 20, np.uint64))):
+    places = [k for k in range(64) if mask >> k & 1]
+    assert [int(nth(np.uint64(mask), np.uint64(k))) for k in range(len(places))] == places
+"""
+
+
+@pytest.mark.parametrize("processor", [{}, {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}])
+def test_counts_do_not_depend_on_what_the_processor_offers(tmp_path, processor):
+    script = tmp_path / "machine.py"
+    script.write_text(MACHINE)
+    env = {**os.environ, **processor, "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

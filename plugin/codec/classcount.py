@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import int64, intp, uint64
+from numba import int64, uint64
 
 from weight_sync.codec.classrule import CLASSES, class_rule, constants
-from weight_sync.codec.classvector import BLOCK, count_blocks, scratch, window
-from weight_sync.codec.diff import ChangeBuffer
-from weight_sync.codec.machine import ctz, kernel, neq_mask64
-from weight_sync.codec.ordered import flip_of, step_between
+from weight_sync.codec.classvector import BLOCK, SHELF, count_blocks, scratch, window
+from weight_sync.codec.diff import ChangeBuffer, compare
+from weight_sync.codec.machine import kernel
+from weight_sync.codec.ordered import flip_of
 from weight_sync.dtypes import DType
 
 __all__ = ["QUARTER", "TILE", "ClassCounter", "count_known", "lanes_for"]
@@ -102,32 +102,6 @@ def count_known(
         )
         base += len(region)
     return counter
-
-
-@kernel
-def _compare(
-    old: Any, new: Any, start: Any, stop: Any, base: Any, flip: Any, positions: Any, steps: Any, old_bits: Any, n: Any
-) -> Any:
-    """Appends the changes of [start, stop) from entry ``n`` on; returns the next free entry."""
-    i = start
-    while i + 64 <= stop:
-        mask = neq_mask64(old, new, i)
-        while mask != uint64(0):
-            e = i + intp(ctz(mask))
-            positions[n] = base + e
-            steps[n] = step_between(old[e], new[e], flip)
-            old_bits[n] = old[e]
-            n += 1
-            mask &= mask - uint64(1)
-        i += 64
-    while i < stop:
-        if old[i] != new[i]:
-            positions[n] = base + i
-            steps[n] = step_between(old[i], new[i], flip)
-            old_bits[n] = old[i]
-            n += 1
-        i += 1
-    return n
 
 
 @kernel
@@ -214,6 +188,7 @@ def _walk4(
 def _walk(
     rule: Any,
     old: Any,
+    new: Any,
     start: Any,
     stop: Any,
     base: Any,
@@ -223,22 +198,22 @@ def _walk(
     lanes: Any,
     low: Any,
     size: Any,
-    classes: Any,
-    table: Any,
+    room: Any,
     since: Any,
     keys: Any,
     gaps: Any,
 ) -> None:
-    """Elements [start, stop), at most a tile; their changes are entries [at, end)."""
+    """Elements [start, stop), at most a tile or, with one lane, a shelf; their changes are entries [at, end)."""
     if lanes == 4 and stop - start == TILE:
         _walk4(rule, old, start, base, positions, at, end, since, keys, gaps)
         return
     if lanes == 1 and size:
         whole = stop - (stop - start) % BLOCK
-        at = count_blocks(
-            rule, old, start, whole, base, positions, at, end, low, size, classes, table, since[0], keys, gaps
-        )
-        start = whole
+        until = at
+        while until < end and int64(positions[until]) < base + whole:
+            until += 1
+        count_blocks(rule, old, new, start, whole, base, positions, at, until, low, size, room, since[0], keys, gaps)
+        start, at = whole, until
     _walk1(rule, old, start, stop, base, positions, at, end, lanes - 1, lanes, since, keys, gaps)
 
 
@@ -248,13 +223,14 @@ def _count(
 ) -> None:
     """One region."""
     low, size = window(rule, old)
-    classes, table = scratch()
-    for i in range(0, len(old), TILE):
-        until = min(i + TILE, len(old))
+    room = scratch()
+    apart = SHELF if lanes == 1 else TILE
+    for i in range(0, len(old), apart):
+        until = min(i + apart, len(old))
         stop = at
         while stop < end and int64(positions[stop]) < base + until:
             stop += 1
-        _walk(rule, old, i, until, base, positions, at, stop, lanes, low, size, classes, table, since, keys, gaps)
+        _walk(rule, old, old, i, until, base, positions, at, stop, lanes, low, size, room, since, keys, gaps)
         at = stop
 
 
@@ -276,14 +252,15 @@ def _scan(
     gaps: Any,
 ) -> Any:
     low, size = window(rule, old)
-    classes, table = scratch()
+    room = scratch()
+    apart = SHELF if lanes == 1 else TILE
     i = 0
     while i < len(old):
-        stop = min(i + TILE, len(old))
+        stop = min(i + apart, len(old))
         if n + stop - i > limit:
             return n, i
-        end = _compare(old, new, i, stop, base, flip, positions, steps, old_bits, n)
-        _walk(rule, old, i, stop, base, positions, n, end, lanes, low, size, classes, table, since, keys, gaps)
+        end = compare(old, new, i, stop, base, flip, positions, steps, old_bits, n)
+        _walk(rule, old, new, i, stop, base, positions, n, end, lanes, low, size, room, since, keys, gaps)
         n = end
         i = stop
     return n, i

@@ -180,8 +180,8 @@ def find_changes(
     room = np.cumsum(counts) - counts
     lane_positions = np.empty(len(values), np.uint32)
     lane_order = np.empty(len(values), np.int64)
-    positions = np.empty(len(values), np.uint32)
-    order = np.empty(len(values), np.int64)
+    positions = np.empty(len(values) + 1, np.uint32)
+    order = np.empty(len(values) + 1, np.int64)
     n = base = 0
     for region in old:
         n = int(
@@ -203,4 +203,4 @@ def find_changes(
             )
         )
         base += len(region)
-    return positions, order
+    return positions[:-1], order[:-1]

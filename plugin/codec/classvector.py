@@ -1,12 +1,14 @@
 """Counting within classes, 64 elements at a time: the walks of frames with one lane, for both directions.
 
-Owns whole blocks of 1024 elements. Owns no lanes, no tails of regions and no comparison (codec/classcount.py,
+Owns whole blocks of 256 elements. Owns no lanes, no tails of regions and no comparison (codec/classcount.py,
 classfind.py), and none of the format: whatever the window, the numbers are those of the scalar walks.
 
 A block is narrowed to one byte per element, its class. The few neighbouring classes that most elements belong to, the
-*window*, are counted by comparing 64 bytes at once: a table says how many elements of a class lie before each word of
-64. Elements outside the window are bumped one by one. So a change costs a look-up, and an element without one a few
-vector instructions per 64.
+*window*, are counted by table look-ups of 32 bytes, four classes at a time. So an element without a change costs a small
+part of an instruction, and a change a look at its block. Elements outside the window are listed and counted one by one.
+
+Blocks are taken a *shelf* at a time: first what needs no branch, for all of them, then what depends on the data. So a
+mispredicted branch throws away little, and while the shelf is counted the next one is fetched.
 """
 
 from __future__ import annotations
@@ -14,24 +16,46 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import int16, int32, int64, uint32, uint64
+from numba import int32, int64, intp, uint32, uint64
 
 from weight_sync.codec.classrule import CLASSES, NEVER
-from weight_sync.codec.machine import count_upto16, ctz, eq_mask64, kernel, narrow64, out_mask64, popcount
+from weight_sync.codec.machine import (
+    count4,
+    ctz,
+    eq_mask64,
+    fetch256,
+    kernel,
+    narrow64,
+    nth_bit,
+    out_mask64,
+    popcount,
+    settle16,
+)
 
-__all__ = ["BLOCK", "count_blocks", "find_blocks", "scratch", "window"]
+__all__ = ["BLOCK", "SHELF", "count_blocks", "find_blocks", "scratch", "window"]
 
-BLOCK = 1 << 10
+BLOCK = 1 << 8
 _WORDS = BLOCK // 64
 _WIDEST = 16  # classes in a window
+_QUADS = _WIDEST // 4
+SHELF = 16 * BLOCK  # elements at a time, which stay in the first-level cache; a call costs as much as 100 of them
+_ORDERED = 4 * BLOCK  # elements of a shelf when finding, which keeps the numbers of its changes in that cache as well
 _SAMPLES = 32  # words looked at to choose it
-_BUMP = 300  # one class more in the window costs about what bumping every 300th element costs
+_BUMP = 600  # one class more in the window costs about what bumping every 600th element costs
 
 
 @kernel
 def scratch() -> Any:
-    """A block's class per element, and per class of the window its elements before each word and in all."""
-    return np.empty(BLOCK, np.uint8), np.empty((_WIDEST, _WORDS + 1), np.int16)
+    """For a shelf: the class of each element; per block its counts of the window's classes, as `count4` packs them, and
+    the row of `settle16` before each block and behind the last; the elements outside the window.
+    """
+    blocks = SHELF // BLOCK
+    return (
+        np.empty(SHELF, np.uint8),
+        np.zeros(blocks * _QUADS, np.uint64),
+        np.zeros((blocks + 1) * _WIDEST, np.int32),
+        np.empty(SHELF + 1, np.uint32),
+    )
 
 
 @kernel
@@ -50,7 +74,7 @@ def window(rule: Any, old: Any) -> Any:
         before[k + 1] += before[k]
     every = before[CLASSES]
     low, size, price = 0, 0, (every // 2) * _BUMP
-    for n in range(1, _WIDEST + 1):
+    for n in range(4, _WIDEST + 1, 4):  # `count4` counts four at a time
         for lo in range(CLASSES - n + 1):
             cost = (every - before[lo + n] + before[lo]) * _BUMP + n * every
             if cost < price:
@@ -59,29 +83,56 @@ def window(rule: Any, old: Any) -> Any:
 
 
 @kernel
-def _prepare(rule: Any, old: Any, start: Any, lo: Any, n: Any, classes: Any, table: Any) -> None:
-    """Fills the scratch for the block at ``start``."""
-    for k in range(0, BLOCK, 64):
+def _prepare(rule: Any, old: Any, start: Any, stop: Any, lo: Any, n: Any, classes: Any, totals: Any) -> None:
+    """Fills the scratch for the whole blocks [start, stop), at most a shelf. No branch here depends on the data.
+
+    Asks for the next shelf meanwhile, or memory and core would wait for each other in turn.
+    """
+    for k in range(0, stop - start, 64):
         narrow64(rule, old, start + k, classes, k)
-    for j in range(n):
-        total = int16(0)
-        for w in range(_WORDS):
-            table[j, w] = total
-            total += int16(popcount(eq_mask64(classes, w * 64, uint64(lo + j))))
-        table[j, _WORDS] = total
+    for k in range(0, stop - start, BLOCK):
+        fetch256(old, stop + k)
+        for q in range(n // 4):
+            totals[uint64(k // BLOCK * _QUADS + q)] = count4(classes, k, uint64(lo + 4 * q))
 
 
 @kernel
-def _bump(classes: Any, first: Any, mask: Any, since: Any) -> None:
-    while mask != uint64(0):
-        since[classes[uint64(first) + ctz(mask)]] += int32(1)
-        mask &= mask - uint64(1)
+def _list_rare(classes: Any, stop: Any, lo: Any, n: Any, rare: Any) -> Any:
+    """Lists place and class of the elements before ``stop`` outside the window; returns how many.
+
+    One entry is written whether there is one or not, since whether a word has any cannot be foreseen.
+    """
+    m = uint64(0)
+    for start in range(0, stop, 64):
+        mask = out_mask64(classes, start, lo, n)
+        while True:
+            o = uint64(start) + ctz(mask | (uint64(1) << uint64(63)))
+            rare[m] = (o << uint64(8)) | uint64(classes[o])
+            m += uint64(mask != uint64(0))
+            mask &= mask - uint64(1)
+            if mask == uint64(0):
+                break
+    return m
+
+
+@kernel
+def _before(classes: Any, o: Any, c: Any) -> Any:
+    """Elements of class ``c`` before element ``o`` in its block; without a branch."""
+    first = o & ~uint64(BLOCK - 1)
+    word, bit = (o - first) >> uint64(6), o & uint64(63)
+    found = uint64(0)
+    for w in range(_WORDS):
+        mask = eq_mask64(classes, intp(first) + 64 * w, c)
+        full, part = uint64(uint64(w) < word), uint64(uint64(w) == word)
+        found += popcount(mask & ((uint64(0) - full) | ((part << bit) - part)))
+    return found
 
 
 @kernel
 def count_blocks(
     rule: Any,
     old: Any,
+    new: Any,
     start: Any,
     stop: Any,
     base: Any,
@@ -90,104 +141,84 @@ def count_blocks(
     end: Any,
     lo: Any,
     n: Any,
-    classes: Any,
-    table: Any,
+    room: Any,
     since: Any,
     keys: Any,
     gaps: Any,
-) -> Any:
-    """Whole blocks [start, stop); changes are entries [at, end). Returns the first entry behind the blocks."""
-    low, size = uint64(lo), uint64(n)
-    for first in range(start, stop, BLOCK):
-        _prepare(rule, old, first, lo, n, classes, table)
-        word = 0  # of the elements outside the window all before this word are counted, and of it all but ``rare``
-        rare = out_mask64(classes, 0, low, size)
-        while at < end:
-            o = int64(positions[at]) - base - first
-            if o >= BLOCK:
-                break
-            c = int64(classes[o])
-            keys[at] = c
-            w = o >> 6
-            below = (uint64(1) << uint64(o & 63)) - uint64(1)
-            if lo <= c < lo + n:
-                before = int64(table[c - lo, w]) + int64(popcount(eq_mask64(classes, w * 64, uint64(c)) & below))
-                gaps[at] = since[c] + before
-                since[c] = -before - 1  # the block's total, added below, then leaves what lies behind the change
-            else:
-                while word < w:
-                    _bump(classes, word * 64, rare, since)
-                    word += 1
-                    rare = out_mask64(classes, word * 64, low, size)
-                _bump(classes, word * 64, rare & below, since)
-                rare &= ~below
-                rare &= rare - uint64(1)
-                gaps[at] = since[c]
-                since[c] = 0
-            at += 1
-        _bump(classes, word * 64, rare, since)
-        for w in range(word + 1, _WORDS):
-            _bump(classes, w * 64, out_mask64(classes, w * 64, low, size), since)
-        for j in range(n):
-            since[lo + j] += table[j, _WORDS]
-    return at
+) -> None:
+    """Whole blocks [start, stop), at most a shelf, whose changes are entries [at, end).
+
+    ``new`` is what is compared next, if anything: its next shelf is asked for as the one of ``old`` is.
+    """
+    classes, totals, rows, rare = room
+    _prepare(rule, old, start, stop, lo, n, classes, totals)
+    for j in range(_WIDEST):
+        rows[j] = 0
+    for block in range((stop - start) // BLOCK):  # a row holds minus the elements seen so far
+        fetch256(new, stop + block * BLOCK)
+        settle16(rows, block * _WIDEST, totals, block * _QUADS)
+    for i in range(at, end):
+        o = uint64(int64(positions[i]) - base - start)
+        c = uint64(classes[o])
+        j = c - uint64(lo)
+        keys[i] = c
+        if j < uint64(n):
+            seen = _before(classes, o, c) - uint64(rows[(o // uint64(BLOCK)) * uint64(_WIDEST) + j])
+            gaps[i] = seen + uint64(since[c])
+            since[c] = uint64(-1) - seen  # with the shelf's total, added below: what lies behind the change
+    for j in range(n):
+        since[lo + j] -= rows[(stop - start) // BLOCK * _WIDEST + j]
+    many = _list_rare(classes, stop - start, uint64(lo), uint64(n), rare)
+    if many == uint64(0):
+        return
+    i = at
+    for k in range(many):
+        o, c = uint64(rare[k] >> uint32(8)), uint64(rare[k] & uint32(255))
+        where = uint64(base + start) + o
+        while i < end and uint64(positions[i]) < where:
+            i += 1
+        if i < end and uint64(positions[i]) == where:
+            gaps[i] = since[c]
+            since[c] = 0
+        else:
+            since[c] += int32(1)
 
 
 @kernel
-def _nth_bit(mask: Any, rank: Any) -> Any:
-    """Place of the set bit with ``rank`` set bits below it: counts by bytes all at once, then looks into one of them.
-
-    Method: Vigna, "Broadword implementation of rank/select queries" (2008), with three halvings instead of his table.
-    """
-    ones, tops = uint64(0x0101010101010101), uint64(0x8080808080808080)
-    sums = mask - ((mask >> uint64(1)) & uint64(0x5555555555555555))
-    sums = (sums & uint64(0x3333333333333333)) + ((sums >> uint64(2)) & uint64(0x3333333333333333))
-    sums = ((sums + (sums >> uint64(4))) & uint64(0x0F0F0F0F0F0F0F0F)) * ones  # set bits up to and with each byte
-    place = popcount((((rank * ones) | tops) - sums) & tops) << uint64(3)  # bytes that end before it
-    rank -= ((sums << uint64(8)) >> place) & uint64(0xFF)
-    mask >>= place
-    for half in (4, 2, 1):
-        below = popcount(mask & ((uint64(1) << uint64(half)) - uint64(1)))
-        upper = uint64(rank >= below)
-        rank -= below * upper
-        mask >>= uint64(half) * upper
-        place += uint64(half) * upper
-    return place
+def _total(totals: Any, block: Any, j: Any) -> Any:
+    """Elements of the window's class number ``j`` in a block."""
+    return (totals[block * uint64(_QUADS) + (j >> uint64(2))] >> (uint64(16) * (j & uint64(3)))) & uint64(0xFFFF)
 
 
 @kernel
 def _gap(values: Any, k: Any, tail: Any) -> Any:
     """Elements of a class before its change number ``k``."""
-    return int64(values[k] >> uint32(1)) if k < tail else int64(NEVER)
+    return uint64(values[k] >> uint32(1)) if k < uint64(tail) else uint64(NEVER)
 
 
 @kernel
-def _mark_window(
-    classes: Any,
-    table: Any,
-    lo: Any,
-    n: Any,
-    left: Any,
-    head: Any,
-    tail: Any,
-    values: Any,
-    number: Any,
-    hits: Any,
-) -> None:
-    """Sets the bit in ``hits``, and ``number``, of a block's changes in classes of the window."""
-    for j in range(n):
-        c = lo + j
-        total = int64(table[j, _WORDS])
-        rank = int64(left[c])
-        while rank < total:
-            w = count_upto16(table[j], 0, rank) - 1
-            o = _nth_bit(eq_mask64(classes, w * 64, uint64(c)), uint64(rank - table[j, w]))
-            k = head[c]
-            number[uint64(w * 64) + o] = k
-            hits[w] |= uint64(1) << o
-            head[c] = k + 1
-            rank += 1 + _gap(values, k + 1, tail[c])
-        left[c] = rank - total
+def _mark(
+    classes: Any, c: Any, rank: Any, total: Any, head: Any, tail: Any, values: Any, first: Any, number: Any, hits: Any
+) -> Any:
+    """Sets the bit in ``hits``, and ``number``, of the block's changes in class ``c``, the next of which has ``rank``
+    elements of the class before it; returns how many follow the block before the one after.
+    """
+    n0 = popcount(eq_mask64(classes, first, c))
+    n1 = popcount(eq_mask64(classes, first + 64, c)) + n0
+    n2 = popcount(eq_mask64(classes, first + 128, c)) + n1
+    k = uint64(head[c])
+    while rank < total:
+        # no branch: which word it is cannot be foreseen
+        b0, b1, b2 = uint64(rank >= n0), uint64(rank >= n1), uint64(rank >= n2)
+        before = b0 * n0 + b1 * (n1 - n0) + b2 * (n2 - n1)
+        start = uint64(first) + ((b0 + b1 + b2) << uint64(6))
+        o = nth_bit(eq_mask64(classes, intp(start), c), rank - before)
+        number[start + o] = k
+        hits[start >> uint64(6)] |= uint64(1) << o
+        k += uint64(1)
+        rank += uint64(1) + _gap(values, k, tail[c])
+    head[c] = k
+    return rank - total
 
 
 @kernel
@@ -203,36 +234,58 @@ def find_blocks(
     order: Any,
     out: Any,
 ) -> Any:
-    """The whole blocks of a region, changes from entry ``out`` on. Returns the next free entry and the elements seen."""
+    """The whole blocks of a region, changes from entry ``out`` on. Returns the next free entry and the elements seen.
+
+    ``positions`` and ``order`` have one entry to spare.
+    """
     lo, n = window(rule, old)
     if n == 0:
         return out, 0
-    classes, table = scratch()
-    number = np.empty(BLOCK, np.int64)
-    hits = np.zeros(_WORDS, np.uint64)
-    seen = len(old) // BLOCK * BLOCK
-    for first in range(0, seen, BLOCK):
-        _prepare(rule, old, first, lo, n, classes, table)
-        _mark_window(classes, table, lo, n, left, head, tail, values, number, hits)
-        for w in range(_WORDS):
-            rare = out_mask64(classes, w * 64, uint64(lo), uint64(n))
-            while rare != uint64(0):
-                o = uint64(w * 64) + ctz(rare)
-                c = int64(classes[o])
-                left[c] -= int32(1)
-                if left[c] < 0:
-                    k = head[c]
-                    number[o] = k
-                    hits[w] |= rare & (~rare + uint64(1))
-                    head[c] = k + 1
-                    left[c] = _gap(values, k + 1, tail[c])
-                rare &= rare - uint64(1)
-            found = hits[w]
-            hits[w] = uint64(0)
-            while found != uint64(0):
-                o = uint64(w * 64) + ctz(found)
-                positions[out] = uint64(base + first) + o
-                order[out] = number[o]
-                out += 1
-                found &= found - uint64(1)
+    classes, totals, rows, rare = scratch()
+    rows[:] = NEVER
+    rows[:n] = left[lo : lo + n]
+    number = np.empty(_ORDERED, np.uint32)
+    hits = np.zeros(_ORDERED // 64, np.uint64)
+    seen = len(old) // _ORDERED * _ORDERED
+    for shelf in range(0, seen, _ORDERED):
+        _prepare(rule, old, shelf, shelf + _ORDERED, lo, n, classes, totals)
+        for first in range(0, _ORDERED, BLOCK):
+            block = first // BLOCK
+            due = settle16(rows, block * _WIDEST, totals, block * _QUADS)
+            while due != uint64(0):
+                j = ctz(due)
+                c, total, row = uint64(lo) + j, _total(totals, uint64(block), j), uint64(_WIDEST * (block + 1)) + j
+                rows[row] = _mark(classes, c, uint64(rows[row]) + total, total, head, tail, values, first, number, hits)
+                due &= due - uint64(1)
+        for j in range(_WIDEST):
+            rows[j] = rows[_ORDERED // BLOCK * _WIDEST + j]
+        for i in range(_list_rare(classes, _ORDERED, uint64(lo), uint64(n), rare)):
+            o, c = uint64(rare[i] >> uint32(8)), uint64(rare[i] & uint32(255))
+            left[c] -= int32(1)
+            if left[c] < 0:
+                k = uint64(head[c])
+                number[o] = k
+                hits[o >> uint64(6)] |= uint64(1) << (o & uint64(63))
+                head[c] = k + uint64(1)
+                left[c] = _gap(values, k + uint64(1), tail[c])
+        out = _emit(hits, number, base + shelf, positions, order, out)
+    left[lo : lo + n] = rows[:n]
     return out, seen
+
+
+@kernel
+def _emit(hits: Any, number: Any, base: Any, positions: Any, order: Any, out: Any) -> Any:
+    """Appends the marked changes and clears their marks; returns the next free entry."""
+    n = uint64(out)
+    for w in range(_ORDERED // 64):
+        found = hits[w]
+        hits[w] = uint64(0)
+        while True:
+            o = uint64(64 * w) + ctz(found | (uint64(1) << uint64(63)))
+            positions[n] = uint64(base) + o
+            order[n] = number[o]
+            n += uint64(found != uint64(0))
+            found &= found - uint64(1)
+            if found == uint64(0):
+                break
+    return intp(n)

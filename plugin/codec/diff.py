@@ -21,30 +21,31 @@ if TYPE_CHECKING:
 
 __all__ = ["ChangeBuffer", "diff_run", "diff_torch"]
 
-ROOM = 64  # entries that one mask may add at most
+ROOM = 64  # entries that may be added to a full buffer at most
+_SHELF = 4096  # elements that are compared at a time, and stay in the first-level cache
 
 
 class ChangeBuffer:
     """Positions and steps of the changes found so far in one frame; reused from frame to frame.
 
     Attributes:
-        positions: (capacity + 64,) uint32, frame coordinates.
-        steps: (capacity + 64,) unsigned of the element's width.
-        old_bits: (capacity + 64,) the elements before the change; the kernel holds them anyway.
+        positions: (capacity + 65,) uint32, frame coordinates.
+        steps: (capacity + 65,) unsigned of the element's width.
+        old_bits: (capacity + 65,) the elements before the change; the kernel holds them anyway.
         count: entries in use.
     """
 
     def __init__(self, dtype: DType, capacity: int) -> None:
         self.dtype = dtype
         self.capacity = capacity
-        self.positions = np.empty(capacity + ROOM, np.uint32)
-        self.steps = np.empty(capacity + ROOM, dtype.uint)
-        self.old_bits = np.empty(capacity + ROOM, dtype.uint)
+        self.positions = np.empty(capacity + ROOM + 1, np.uint32)  # one that may be written to without a change
+        self.steps = np.empty(capacity + ROOM + 1, dtype.uint)
+        self.old_bits = np.empty(capacity + ROOM + 1, dtype.uint)
         self.count = 0
 
     @property
     def full(self) -> bool:
-        """No further mask of 64 fits."""
+        """No further 64 elements are looked at."""
         return self.count >= self.capacity
 
     def view(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[Any]]:
@@ -53,31 +54,46 @@ class ChangeBuffer:
 
 
 @kernel
+def compare(
+    old: Any, new: Any, start: Any, stop: Any, base: Any, flip: Any, positions: Any, steps: Any, old_bits: Any, n: Any
+) -> Any:
+    """Appends the changes of [start, stop) from entry ``n`` on; returns the next free entry, which may be written to.
+
+    Positions first: one is written per 64 elements whether there is a change or not, since that cannot be foreseen.
+    """
+    at = uint64(n)
+    i = start
+    while i + 64 <= stop:
+        mask = neq_mask64(old, new, i)
+        while True:
+            positions[at] = uint64(base + i) + ctz(mask | (uint64(1) << uint64(63)))
+            at += uint64(mask != uint64(0))
+            mask &= mask - uint64(1)
+            if mask == uint64(0):
+                break
+        i += 64
+    while i < stop:
+        positions[at] = base + i
+        at += uint64(old[i] != new[i])
+        i += 1
+    for k in range(uint64(n), at):
+        e = uint64(positions[k]) - uint64(base)
+        steps[k] = step_between(old[e], new[e], flip)
+        old_bits[k] = old[e]
+    return intp(at)
+
+
+@kernel
 def _diff(
     old: Any, new: Any, base: Any, flip: Any, positions: Any, steps: Any, old_bits: Any, count: Any, limit: Any
 ) -> Any:
     n = intp(count)
-    whole = len(old) // 64 * 64
     i = 0
-    while i < whole:
-        mask = neq_mask64(old, new, i)
-        while mask != uint64(0):
-            e = i + intp(ctz(mask))
-            positions[n] = base + e
-            steps[n] = step_between(old[e], new[e], flip)
-            old_bits[n] = old[e]
-            n += 1
-            mask &= mask - uint64(1)
-        i += 64
-        if n >= limit:
-            return n, i
-    while i < len(old):
-        if old[i] != new[i]:
-            positions[n] = base + i
-            steps[n] = step_between(old[i], new[i], flip)
-            old_bits[n] = old[i]
-            n += 1
-        i += 1
+    while i < len(old) and n < limit:
+        most = min(_SHELF, (limit - n + ROOM - 1) // ROOM * ROOM)  # they may all have changed
+        stop = min(i + most, len(old))
+        n = compare(old, new, i, stop, base, flip, positions, steps, old_bits, n)
+        i = stop
     return n, i
 
 
