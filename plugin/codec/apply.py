@@ -24,7 +24,7 @@ from weight_sync.ports import Changes, DensePiece
 
 __all__ = ["apply_changes", "changed_digest", "new_bits_of", "restore_changes", "write_dense"]
 
-_ROUND = 4096  # changes per round of the digest: what it reads stays in the second-level cache
+_ROUND = 128  # changes per round: their cache lines stay in the first-level cache until they are written to
 _AHEAD = 32  # changes: more than the misses that a core keeps in flight, few enough to stay in the first-level cache
 
 
@@ -52,26 +52,40 @@ def _gains(old_bits: Any, new_bits: Any, indices: Any, index0: Any, count: Any, 
 
 
 @kernel
+def _fresh(old: Any, given: Any, relative: Any, flip: Any, low: Any, out: Any) -> None:
+    """New bits: the given ones, or those that the given steps lead to."""
+    if relative:
+        for i in range(len(old)):
+            out[i] = step_to(old[i], given[i], flip, low)
+    else:
+        for i in range(len(old)):
+            out[i] = given[i]
+
+
+@kernel
 def _scatter(flat: Any, places: Any, place0: Any, indices: Any, index0: Any, given: Any, relative: Any, flip: Any,
              low: Any, key: Any, words: Any, old_bits: Any) -> Any:  # fmt: skip
-    """One touch per element, whose cache line was asked for _AHEAD changes before: nearly all the time is cache misses.
-    The digest follows in rounds, by a loop of its own that is vectorised.
+    """Rounds of short loops: nearly all the time is cache misses, and the fewer instructions a loop has, the more misses
+    the core has under way. Only the first loop misses; the arithmetic in between is vectorised.
     """
     lane0 = uint64(0)
     lane1 = uint64(0)
+    many = uint64(len(given))
+    first = uint64(place0)
     fresh = np.empty(min(_ROUND, len(given)), old_bits.dtype)
-    last = len(given) - 1
-    for start in range(0, len(given), _ROUND):
-        stop = min(start + _ROUND, len(given))
+    for start in range(uint64(0), many, uint64(_ROUND)):
+        stop = min(start + uint64(_ROUND), many)
+        ahead: Any = max(start, min(stop + uint64(_AHEAD), many) - uint64(_AHEAD)) if many > uint64(_AHEAD) else start
+        for i in range(start, ahead):
+            prefetch(flat, uint64(places[i + uint64(_AHEAD)]) + first)
+            old_bits[i] = flat[uint64(places[i]) + first]
+        for i in range(ahead, stop):
+            old_bits[i] = flat[uint64(places[i]) + first]
+        old, some = old_bits[start:stop], given[start:stop]
+        _fresh(old, some, relative, flip, low, fresh)
         for i in range(start, stop):
-            prefetch(flat, uint64(places[min(i + _AHEAD, last)]) + uint64(place0))
-            at = uint64(places[i]) + uint64(place0)
-            old = flat[at]
-            new = step_to(old, given[i], flip, low) if relative else uint64(given[i])
-            old_bits[i] = old
-            fresh[i - start] = new
-            flat[at] = new
-        gain0, gain1 = _gains(old_bits[start:stop], fresh, indices[start:stop], index0, stop - start, key, words)
+            flat[uint64(places[i]) + first] = fresh[i - start]
+        gain0, gain1 = _gains(old, fresh, indices[start:stop], index0, stop - start, key, words)
         lane0 += gain0
         lane1 += gain1
     return lane0, lane1
