@@ -38,21 +38,32 @@ def _entropy_bits(histogram: Any) -> Any:
     return bits + total * np.log2(total) if total > 0 else 0.0
 
 
+@kernel
+def _histogram(symbols: Any) -> Any:
+    out = np.zeros(256, np.int64)
+    for symbol in symbols:
+        out[symbol] += 1
+    return out
+
+
 def _groups(histograms: list[npt.NDArray[np.int64]]) -> list[int]:
     """Group number per class, ascending from 0: neighbours in order of scale merged while it pays."""
     order = sorted(range(len(histograms)), key=lambda i: _mean(histograms[i]))
     members = [[i] for i in order]
     tables = [histograms[i] for i in order]
     costs = [_entropy_bits(table) for table in tables]
-    while len(members) > 1:
-        joint = [_entropy_bits(a + b) for a, b in pairwise(tables)]
+    joint = [_entropy_bits(a + b) for a, b in pairwise(tables)]
+    while joint:
         gains = [_TABLE_BITS + costs[i] + costs[i + 1] - cost for i, cost in enumerate(joint)]
         best = int(np.argmax(gains))
         if gains[best] <= 0:
             break
         tables[best : best + 2] = [tables[best] + tables[best + 1]]
         members[best : best + 2] = [members[best] + members[best + 1]]
-        costs[best : best + 2] = [joint[best]]
+        costs[best : best + 2] = [joint.pop(best)]
+        for i in (best - 1, best):  # the neighbours of what was merged
+            if 0 <= i < len(joint):
+                joint[i] = _entropy_bits(tables[i] + tables[i + 1])
     groups = [0] * len(histograms)
     for number, group in enumerate(sorted(members, key=min)):
         for i in group:
@@ -75,7 +86,7 @@ def encode_classes(runs: Sequence[npt.NDArray[Any]], spread: bool = True) -> tup
     for run, k in zip(runs, low_bits, strict=True):
         symbols.append(np.empty(len(run), np.uint8))
         intstream.symbols_of(run, k, symbols[-1])
-    groups = _groups([np.bincount(some, minlength=256) for some in symbols])
+    groups = _groups([_histogram(some) for some in symbols])
     header = shard_pb2.ClassStreams(low_bits=bytes(low_bits), groups=bytes(groups))
     parts: list[bytes] = []
     for group in range(max(groups, default=-1) + 1):

@@ -25,7 +25,7 @@ import pcodec
 import zstandard
 from numba import intp, uint64
 
-from weight_sync.codec.machine import kernel, load64, store64
+from weight_sync.codec.machine import bit_length, kernel, load64, store64
 from weight_sync.errors import FormatError
 from weight_sync.proto.v1 import shard_pb2
 
@@ -91,12 +91,7 @@ def _content_size(data: bytes | memoryview) -> int:
 @kernel
 def _bit_lengths(values: Any, out: Any) -> None:
     for i in range(len(values)):
-        v = uint64(values[i])
-        n = 0
-        while v != uint64(0):
-            v >>= uint64(1)
-            n += 1
-        out[n] += 1
+        out[bit_length(uint64(values[i]))] += 1
 
 
 def choose_low_bits(values: npt.NDArray[Any]) -> int:
@@ -178,9 +173,7 @@ def _split_slowly(values: Any, k: Any, symbols: Any, low: Any, at: Any, start: A
         if h < uint64(128):
             symbols[i] = h
             continue
-        n = uint64(8)
-        while n < uint64(64) and h >> n != uint64(0):  # a shift by 64 would be one by 0
-            n += uint64(1)
+        n = bit_length(h)
         rest = n - uint64(2)
         symbols[i] = uint64(128) + ((n - uint64(8)) << uint64(1)) + ((h >> rest) & uint64(1))
         at = _put(low, at, h & ((uint64(1) << rest) - uint64(1)), rest)
@@ -194,9 +187,7 @@ def symbols_of(values: Any, low_bits: Any, symbols: Any) -> None:
     for i in range(len(values)):
         h = uint64(values[i]) >> k
         if h >= uint64(128):
-            n = uint64(8)
-            while n < uint64(64) and h >> n != uint64(0):  # a shift by 64 would be one by 0
-                n += uint64(1)
+            n = bit_length(h)
             h = uint64(128) + ((n - uint64(8)) << uint64(1)) + ((h >> (n - uint64(2))) & uint64(1))
         symbols[i] = h
 
