@@ -59,11 +59,9 @@ def _positions(values: Any, sign_bits: Any, positions: Any, elements: Any) -> An
     due = uint64(0)
     for i in range(len(values)):
         p = due + (uint64(values[i]) >> uint64(sign_bits))
-        if p >= uint64(elements):
-            return False
         positions[i] = p
         due = p + uint64(1)
-    return True
+    return due <= uint64(elements)  # positions ascend, so the last one tells; sums of 2^32 numbers of 32 bits fit
 
 
 @kernel
