@@ -36,6 +36,7 @@ def verl() -> Iterator[Check]:
     yield hook("verl.workers.engine_workers", "ActorRolloutRefWorker.update_weights", ("global_steps", "mode"))
     yield hook("verl.workers.config", "CheckpointEngineConfig", ("backend", "engine_kwargs", "custom_backend_module"))
     yield hook("verl.utils.device", "get_device_id")
+    yield from _verl_vllm()
     loops = "verl.experimental.agent_loop"
     yield hook(loops, "SingleTurnAgentLoop.run", ("sampling_params",))
     yield hook(loops, "ToolAgentLoop.run", ("sampling_params",))
@@ -44,6 +45,17 @@ def verl() -> Iterator[Check]:
     yield hook("transfer_queue", do="pip install 'weight-sync[verl]'")
     yield _hydra()
     yield hook("weight_sync.adapters.trainers.verl")
+
+
+def _verl_vllm() -> Iterator[Check]:
+    """What versions in place need of verl's vLLM rollout, where vLLM is installed."""
+    if installed("vllm") is None:  # verl leaves a double of it among the modules where it is not
+        return
+    rollout = "verl.workers.rollout.vllm_rollout"
+    yield hook(f"{rollout}.vllm_rollout", "ServerAdapter.update_weights", ("weights", "global_steps"))
+    yield hook(f"{rollout}.vllm_rollout", "ServerAdapter._ensure_server_handle")
+    for method in ("get_server_address", "clear_kv_cache", "set_global_steps"):
+        yield hook(f"{rollout}.vllm_async_server", f"vLLMHttpServer.{method}")
 
 
 def _hydra() -> Check:

@@ -140,7 +140,7 @@ class Replica:
         before = self._fence.served
         replans = 0
         while True:
-            self._attach()
+            self.identify()
             head = None if self._run is None else self._end.head()
             target, reason = choose_target(self._have(), head, min_version, exact)
             if self._run is None:
@@ -244,24 +244,24 @@ class Replica:
         """The engine was away and may hold other bits: nothing is served until `sync` has identified it again."""
         self._fence.forget()
 
-    def _attach(self) -> None:
-        """Finds the run, checks that the engine can serve it, and recognises what the engine holds."""
+    def identify(self) -> int | None:
+        """Finds the run, checks that the engine can serve it, and recognises by digest which version of the run it holds;
+        None: none of them. No bits are moved. Raises as `sync`.
+        """
         newest = self._newest_run()
         if newest is not None and newest != self._run:
             self._switch(newest)
         elif self._run is not None and self._fence.served is None:
             self._identify(self._end, self._run)
         self._fence.reopen()
+        return self._have()
 
     def _newest_run(self) -> str | None:
         if self.config.run_id is None:
             return self._end.newest_run()
-        if self._run is not None:
-            return self._run
-        try:
-            return self._end.run_id()
-        except VersionMissingError:
-            return None
+        with suppress(VersionMissingError):  # the store is empty
+            return self._run or self._end.run_id()
+        return None
 
     def _switch(self, newest: str) -> None:
         """Follows another run from its first version on; until then the run before is followed."""

@@ -814,3 +814,13 @@ def test_an_engine_that_was_away_is_identified_again_before_it_serves(publisher:
             assert report.changed and report.previous is None and path in report.path
             assert held.calls.index("describe") < held.calls.index("pause") < held.calls.index("announce")
             assert serves(held, 2)
+
+
+def test_what_an_engine_holds_is_told_without_moving_it(publisher: Publisher, keys: Config) -> None:
+    publish(publisher, 1, 2)
+    for step, held in ((0, engine(0)), (1, engine(1)), (None, engine(7))):
+        with Replica.open(keys, held) as replica:
+            before = {name: bits.copy() for name, (_, bits) in held.table.items()}
+            assert replica.identify() == step == replica.version
+            assert all((held.table[name][1] == bits).all() for name, bits in before.items())
+            assert replica.sync(timeout=0).version == 2 and serves(held, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 from worker_cases import LocalControl, Model, checkpoint, engine_of
 
+from weight_sync.adapters.engines.vllm.door import open_door
+from weight_sync.adapters.engines.vllm.extension import WorkerExtension
+from weight_sync.adapters.engines.vllm.plugin import _extend_when_made
 from weight_sync.adapters.engines.worker.staging import Staging, read_staged
 from weight_sync.adapters.engines.worker.twin import PlainModel, learn_loader, meta_twin
 from weight_sync.checkpoint import Checkpoint
 from weight_sync.codec.digest import Digest
-from weight_sync.errors import EngineError, EngineInDoubtError, FormatError, LayoutError
+from weight_sync.errors import ConfigError, EngineError, EngineInDoubtError, FormatError, LayoutError
 from weight_sync.ports import PauseMode
 from weight_sync.testing import check_engine, engine_claims
 from weight_sync.testing.engines import _World
@@ -263,3 +267,56 @@ def test_a_damaged_staged_version_is_refused_and_nothing_has_changed(folder: Pat
     assert control.cores[0].call("commit", {"token": "t"})["error"] == "EngineError"
     engine.resume()
     made.holds(engine.audit(), made.state, "audit")
+
+
+# --- doors ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_door_is_opened_once_and_says_when_drivers_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHT_SYNC_RUNTIME_DIR", str(tmp_path / "doors"))
+
+    class Client:
+        async def check_health(self) -> None: ...
+
+    async def knock() -> list[Path]:
+        client = Client()
+        opened = [open_door(client)]
+        while not opened[-1]:
+            await asyncio.sleep(0.01)
+            opened.append(open_door(client))
+        found = list((tmp_path / "doors").glob("*.vllm.sock"))
+        client.weight_sync_door[1].cancel()  # type: ignore[attr-defined]
+        return found
+
+    assert len(asyncio.run(knock())) == 1
+    assert not list((tmp_path / "doors").iterdir())
+
+
+def test_a_door_that_cannot_be_opened_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "doors").mkdir(mode=0o755)
+    monkeypatch.setenv("WEIGHT_SYNC_RUNTIME_DIR", str(tmp_path / "doors"))
+
+    async def knock() -> None:
+        client = type("Client", (), {})()
+        while not open_door(client):
+            await asyncio.sleep(0.01)
+
+    with pytest.raises(ConfigError, match="alone"):
+        asyncio.run(knock())
+
+
+def test_workers_that_verl_has_extended_get_our_method_and_no_others_do() -> None:
+    class Worker:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+    class Plain(Worker):
+        pass
+
+    Extension = type("Extension", (), {"__module__": "verl.workers.rollout.vllm_rollout.utils"})
+    Extended = type("Extended", (Worker, Extension), {})
+    for _ in range(2):  # vLLM may load plugins more than once
+        _extend_when_made(Worker)
+    assert Plain(1).number == 1 and not hasattr(Plain(1), "weight_sync_call")
+    assert Extended(2).number == 2 and Extended(2).weight_sync_call.__func__ is WorkerExtension.weight_sync_call
+    assert not hasattr(Worker, "weight_sync_call"), "else vLLM refuses extensions that have it"

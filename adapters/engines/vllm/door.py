@@ -16,7 +16,7 @@ from weight_sync.adapters.engines.worker.door import DoorServer
 from weight_sync.adapters.engines.worker.wire import Reply
 from weight_sync.errors import DeadlineError, EngineError
 
-__all__ = ["METHOD", "SUFFIX", "Door"]
+__all__ = ["METHOD", "SUFFIX", "Door", "open_door"]
 
 METHOD = "weight_sync_call"
 """Of a worker, through which calls reach its core."""
@@ -102,3 +102,19 @@ class Door(DoorServer):
     async def _lora(self) -> Reply:
         config = getattr(self._engine.vllm_config, "lora_config", None)
         return {"enabled": config is not None, "max_rank": None if config is None else int(config.max_lora_rank)}
+
+
+def open_door(client: Any) -> bool:
+    """Opens the door of a client on the event loop that runs here, once; whether drivers find it by now.
+
+    Raises RuntimeError without an event loop, and why a door of before is closed again.
+    """
+    loop = asyncio.get_running_loop()
+    held = getattr(client, "weight_sync_door", None)
+    if held is None:
+        door = Door(client)
+        held = client.weight_sync_door = (door, loop.create_task(door.serve()))
+    door, task = held
+    if task.done():
+        task.result()
+    return bool(door.is_open)

@@ -2,7 +2,7 @@
 
 Owns the method's name and the core's place. Given to vLLM as ``--worker-extension-cls
 weight_sync.adapters.engines.vllm.extension.WorkerExtension``, or put onto the worker's class by the weight-transfer
-engine, which is the same thing without the option.
+engine, or by the plugin where verl has extended the worker, which is the same thing without the option.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ Nothing here imports numba: vLLM walks over all loaded modules when a CPU worker
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import multiprocessing
@@ -28,11 +27,11 @@ _log = logging.getLogger("weight_sync.vllm")
 
 
 def register() -> None:
-    """Registers the weight-transfer engine, the control socket and, on CPUs, the choice to keep weights unpacked; sets the
-    switches of the profile that WEIGHT_SYNC_PROFILE names.
+    """Registers the weight-transfer engine, the control socket, the door of verl's workers and, on CPUs, the choice to keep
+    weights unpacked; sets the switches of the profile that WEIGHT_SYNC_PROFILE names.
     """
     set_environment(wanted_profile(), "vllm")  # before vLLM reads it
-    for step in (_register_transfer, _register_door, _register_in_place):
+    for step in (_register_transfer, _register_door, _register_worker, _register_in_place):
         try:
             step()
         except ImportError as error:
@@ -76,13 +75,38 @@ def _open_when_made(client: Any) -> None:
         if not wanted(self.vllm_config):
             return
         with suppress(RuntimeError):  # no event loop: an offline engine, which its own process drives
-            loop = asyncio.get_running_loop()
-            from weight_sync.adapters.engines.vllm.door import Door
+            from weight_sync.adapters.engines.vllm.door import open_door
 
-            self.weight_sync_door = loop.create_task(Door(self).serve())
+            open_door(self)
 
     init.weight_sync = True  # type: ignore[attr-defined]
     client.__init__ = init
+
+
+def _register_worker() -> None:
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    _extend_when_made(WorkerBase)
+
+
+def _extend_when_made(worker: Any) -> None:
+    """From now on every ``worker`` that verl has extended gets our door, too: vLLM takes one extension only. Nothing opens
+    it unless verl trains through weight_sync.
+    """
+    original = worker.__init__
+    if hasattr(original, "weight_sync"):
+        return
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if any(kind.__module__.startswith("verl.") for kind in type(self).__mro__):
+            from weight_sync.adapters.engines.vllm.extension import put_on
+
+            put_on(type(self))
+
+    init.weight_sync = True  # type: ignore[attr-defined]
+    worker.__init__ = init
 
 
 def _register_in_place() -> None:

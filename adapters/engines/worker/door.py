@@ -32,20 +32,26 @@ class DoorServer:
     Args:
         suffix: of the socket's name, by which drivers find it.
         calls: by name; each answers with a JSON object. ``hello`` is there already.
+
+    Attributes:
+        is_open: whether the socket is there.
     """
 
     def __init__(self, suffix: str, calls: Mapping[str, Callable[..., Awaitable[Reply]]]) -> None:
         self._suffix, self._calls = suffix, {"hello": self._hello, **calls}
+        self.is_open = False
 
     async def serve(self) -> None:
         """Until it is cancelled."""
         path = private_folder() / f"{os.getpid()}-{uuid.uuid4().hex[:8]}{self._suffix}"
         server = await asyncio.start_unix_server(self._answer, path, limit=_REQUEST)
         os.chmod(path, 0o600)
+        self.is_open = True
         try:
             async with server:
                 await server.serve_forever()
         finally:
+            self.is_open = False
             path.unlink(missing_ok=True)
 
     async def reply(self, call: str, **arguments: Any) -> Reply:

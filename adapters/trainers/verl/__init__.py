@@ -3,7 +3,9 @@
     host.py      what verl's actor publishes, from its FSDP2 shards or from verl's own generator
     engine.py    the checkpoint engine ``weight_sync``, on both sides
     notice.py    how the rollout side learns which version a sync ended with
-    copy.py      one copy of the served weights per rollout host
+    arrival.py   how a rollout worker gets there: in place or whole
+    live.py      in place: verl's own vLLM workers, driven where their weights lie
+    copy.py      whole: one copy of the served weights per rollout host
     hook.py      reaching the training engine in the actor
     agent.py     verl's agent loops, answered by engines elsewhere; agent_loops.yaml names them
 

@@ -72,6 +72,15 @@ class HostCopy:
                                            found=str(self.path), expected=version, do="look at the other workers")  # fmt: skip
             time.sleep(min(0.05, self._config.poll_s))
 
+    def let_go(self, version: int) -> bool:
+        """Closes a copy that is older than this version, so that a worker that wants the version may keep one; whether it
+        did. Nobody reads an older one: whoever reads has waited for a newer one.
+        """
+        if self._replica is None or (self._replica.version is not None and self._replica.version >= version):
+            return False
+        self.close()
+        return True
+
     def _elected(self) -> bool:
         """Takes over when nobody keeps the copy: at first, and when the keeper has died."""
         if self._replica is None:

@@ -1,29 +1,26 @@
 """The checkpoint engine ``weight_sync``: what verl calls at a sync, in actors and in rollout workers.
 
 Owns verl's protocol: which method runs where, and that a failed sync leaves nobody paused. Owns no publishing (host.py,
-base.py) and no following (copy.py).
+base.py) and no following (arrival.py).
 
 Each sync, verl calls on every worker ``prepare``, ``init_process_group``, then ``send_weights`` or ``receive_weights``,
 then ``finalize``; the engines live on from sync to sync. An actor publishes the version and says on a board how that
-ended; a rollout worker reads the board, brings its host's copy there and yields every tensor of it: a full load. A sync
-that failed yields the version before, so that the rollouts come back.
+ended; a rollout worker reads the board and brings its engine there. After a sync that failed that is the version
+before, so that the rollouts come back.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from weight_sync.adapters.trainers.block import dialled, read_block
+from weight_sync.adapters.trainers.block import read_block
 from weight_sync.adapters.trainers.metrics import PREFIX
-from weight_sync.adapters.trainers.verl.copy import HostCopy, tensors_of
+from weight_sync.adapters.trainers.verl.arrival import Arrival, Rollout, hook_rollout
 from weight_sync.adapters.trainers.verl.host import VerlHost
-from weight_sync.adapters.trainers.verl.notice import Board, Notice, read_notice
+from weight_sync.adapters.trainers.verl.notice import Board, Notice
 from weight_sync.errors import ConfigError
 from weight_sync.group import default_group
 
@@ -31,8 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["WeightSyncEngine"]
-
-log = logging.getLogger("weight_sync.verl")
 
 
 @CheckpointEngineRegistry.register("weight_sync")
@@ -55,7 +50,7 @@ class WeightSyncEngine(CheckpointEngine):  # type: ignore[misc]
         read_block(config)  # a bad key is said before anything is loaded
         self._engine: Any = None
         self._host: VerlHost | None = None
-        self._copy: HostCopy | None = None
+        self._rollout = Rollout(config)
         self._board: Board | None = None
         self._where: dict[str, Any] | None = None
 
@@ -85,6 +80,8 @@ class WeightSyncEngine(CheckpointEngine):  # type: ignore[misc]
     def init_process_group(self, where: dict[str, Any] | None) -> None:
         """Nothing is connected here: the board is asked once the weights are wanted."""
         self._where = where
+        if where is not None:
+            hook_rollout()
 
     def finalize(self) -> None:
         """Nothing is left over between two syncs."""
@@ -100,32 +97,18 @@ class WeightSyncEngine(CheckpointEngine):  # type: ignore[misc]
             metrics = host.sync(global_steps)
             self.syncs += 1
             notice = Notice(host.publisher.run_id, host.publisher.version, bool(metrics[PREFIX + "failed"]))
-            return metrics
+            return metrics if self._board is None else metrics | self._board.paths()
         finally:
             if self._board is not None:
                 self._board.post(notice)
 
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yields every tensor of the version that the sync ended with."""
+    def receive_weights(self, global_steps: int | None = None) -> Arrival:
+        """What verl iterates over to load the version that the sync ended with."""
         assert self._where is not None, "init_process_group comes first"
-        begun = time.perf_counter()
-        notice = await asyncio.to_thread(read_notice, self._where, self._config().timeout_s)
-        if notice.version is None:
-            log.error("the first sync failed, rollouts keep the checkpoint that they booted from")
-            return
-        if self._copy is None:
-            self._copy = HostCopy(dialled(self._config(), self._where["host"]))
-        folder = await asyncio.to_thread(self._copy.reach, notice.run_id, notice.version)
         self.syncs += 1
-        log.info("full load of version %d (step %s) from %s, there after %.3f s%s", notice.version, global_steps,
-                 folder, time.perf_counter() - begun, "; the sync failed" if notice.failed else "")  # fmt: skip
-        for name, tensor in tensors_of(folder):
-            yield name, _to_device(tensor)
+        return Arrival(self._rollout, self._where, global_steps)
 
     # --- parts ---
-
-    def _config(self) -> Any:
-        return read_block(self._block)
 
     def _trainer(self) -> VerlHost:
         if self._host is None:
@@ -133,9 +116,3 @@ class WeightSyncEngine(CheckpointEngine):  # type: ignore[misc]
             config = read_block(self._block, beside=self._checkpoints, base=getattr(model, "local_path", None))
             self._host = VerlHost(config, default_group(config.timeout_s))
         return self._host
-
-
-def _to_device(tensor: torch.Tensor) -> torch.Tensor:
-    from verl.utils.device import get_device_id
-
-    return tensor.to(get_device_id())

@@ -85,7 +85,7 @@ class Rollout(CheckpointEngineWorker):  # type: ignore[misc]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def got(self) -> tuple[dict[str, torch.Tensor], bool]:
-        return self.server_adapter.received_weights, self.checkpoint_engine._copy.keeps
+        return self.server_adapter.received_weights, self.checkpoint_engine._rollout.copy.keeps
 
 
 class Still(MockReplica):  # type: ignore[misc]
