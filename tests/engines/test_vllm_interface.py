@@ -27,6 +27,7 @@ NEEDED = [
     ("v1/engine/async_llm.py", "AsyncLLM", "reset_prefix_cache", ()),
     ("v1/engine/async_llm.py", "AsyncLLM", "collective_rpc", ("method", "args")),
     ("v1/worker/worker_base.py", "WorkerBase", "__init__", ()),
+    ("v1/worker/worker_base.py", "WorkerWrapperBase", "init_worker", ()),
     ("config/parallel.py", "ParallelConfig", "worker_extension_cls", ()),
     ("config/parallel.py", "ParallelConfig", "data_parallel_size", ()),
     ("config/vllm.py", "VllmConfig", "additional_config", ()),
@@ -70,6 +71,16 @@ def test_what_the_adapter_leans_on_is_there(
         assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         taken = {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
         assert taken.issuperset(arguments), taken
+
+
+def test_a_worker_loads_plugins_before_it_is_made_and_after_that_its_extension(source: Path) -> None:
+    """So that the plugin can put our door onto a worker that verl has extended."""
+    text = (source / "v1/worker/worker_base.py").read_text()
+    init = text[text.index("def init_worker") :]
+    order = [
+        init.index(words) for words in ("load_general_plugins()", "worker_extension_cls", "worker_class(**kwargs)")
+    ]
+    assert order == sorted(order)
 
 
 def test_the_weight_transfer_engine_leaves_nothing_undone(source: Path) -> None:

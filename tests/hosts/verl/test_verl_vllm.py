@@ -1,7 +1,8 @@
-"""Claims about verl with a real vLLM as its rollout, on a CPU: versions arrive in verl's own vLLM worker, bit for bit.
+"""Claims about verl with a real vLLM as its rollout, on a CPU: versions arrive in verl's own vLLM worker, bit for bit, in place
+and, where that is not possible, by verl's own load.
 
-Runs in an environment of its own (scripts/requirements/verl-vllm.txt). vLLM's linears must stay unpacked: verl loads by vLLM's
-plain ``load_weights``, which finds no loaders on packed ones.
+Runs in an environment of its own (scripts/requirements/verl-vllm.txt). vLLM's linears must stay unpacked, for both: verl loads
+by vLLM's plain ``load_weights``, which finds no loaders on packed ones.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_verl import EXAMPLE, HERE, QUICK, run, versions
+import torch
+from test_verl import EXAMPLE, HERE, QUICK, metrics, run, uri_of, versions
 
 from weight_sync import Replica
 from weight_sync.testing import MemoryEngine
@@ -33,28 +35,46 @@ CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VL
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("kind", "format", "fails", "ways"), [
+    # vLLM boots from nothing; the second commit fails: verl loads the first version and that one whole
+    ("file", "dummy", 2, ["whole", "in_place", "whole", "in_place", "in_place"]),
+    # vLLM boots from the checkpoint, and so holds the first version
+    pytest.param("grpc", "auto", 0, ["in_place"] * 5, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_verls_own_vllm_worker_holds_every_version_bit_for_bit(
-    tmp_path: Path, inputs: Path, variables: dict[str, str]
+    tmp_path: Path, inputs: Path, variables: dict[str, str], kind: str, format: str, fails: int, ways: list[str]
 ) -> None:
-    import torch
     from safetensors.torch import load_file
 
     store, out = str(tmp_path / "store"), tmp_path / "out"
     out.mkdir()
+    block = [f"weight_sync.uri={uri_of(kind, tmp_path)}", *([f"weight_sync.store={store}"] if kind == "grpc" else ())]
     paths = os.pathsep.join([variables["PYTHONPATH"], str(HERE), str(HERE.parent / "openrlhf")])
-    done = run([EXAMPLE / "main_ppo.sh", inputs, "+weight_sync=file", f"weight_sync.uri={store}", *QUICK, *VLLM],
-               {**variables, **CPU, "PYTHONPATH": paths, "WEIGHT_SYNC_TEST_OUT": str(out)}, 1700)  # fmt: skip
+    done = run([EXAMPLE / "main_ppo.sh", inputs, f"+weight_sync={kind}", *block, *QUICK, *VLLM,
+                f"actor_rollout_ref.rollout.load_format={format}"],
+               {**variables, **CPU, "PYTHONPATH": paths, "WEIGHT_SYNC_TEST_OUT": str(out),
+                "WEIGHT_SYNC_TEST_FAIL": str(fails)}, 1700)  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     by_step = versions(store)
     assert sorted(by_step) == [0, 1, 2, 3, 4]
-    for step, number in by_step.items():
-        engine = MemoryEngine({})
-        with Replica.open(store, engine) as replica:
-            replica.sync(exact=number, timeout=60)
-        held = load_file(out / f"vllm-{step}.safetensors")
-        for name, (_, bits) in engine.table.items():
-            assert np.array_equal(held[name].reshape(-1).view(torch.int16).numpy().view("u2"), bits), (
-                f"{name} at step {step}"
-            )
+    held = [load_file(path) for path in sorted(out.glob("vllm-*"))]
+    seen = [path.stem.rpartition("-")[2] for path in sorted(out.glob("vllm-*"))]
+    assert seen == ways[5 - len(seen) :], "what is held already is not written again"
+    for tensors, step in zip(reversed(held), reversed(range(5)), strict=False):
+        agrees(tensors, store, by_step[step], f"step {step}")
+    assert metrics(done.stdout, "weight_sync/rollouts_in_place") == [float(way == "in_place") for way in ways[:4]]
+    assert metrics(done.stdout, "weight_sync/rollouts_whole") == [float(way == "whole") for way in ways[:4]]
+    if fails:
+        assert "full load: its workers hold no version of the run yet" in done.stdout + done.stderr
+        assert re.search("full load: .*nothing is staged", done.stdout + done.stderr)
     apart = [float(value) for value in re.findall(r"rollout_probs_diff_mean:(?:np\.\w+\()?([\d.e+-]+)", done.stdout)]
     assert apart and max(apart) < 0.02, "vLLM's probabilities are the trainer's"
+
+
+def agrees(held: dict[str, torch.Tensor], store: str, number: int, when: str) -> None:
+    """Whether vLLM held every tensor of a version."""
+    engine = MemoryEngine({})
+    with Replica.open(store, engine) as replica:
+        replica.sync(exact=number, timeout=60)
+    for name, (_, bits) in engine.table.items():
+        assert np.array_equal(held[name].reshape(-1).view(torch.int16).numpy().view("u2"), bits), f"{name} at {when}"

@@ -1,6 +1,9 @@
-"""What verl's vLLM worker holds after each load: verl's own extension of the worker, and a file of the live parameters.
+"""What verl's vLLM worker holds after each version: verl's own extension of the worker, and a file of the live parameters.
 
-Owns the file, WEIGHT_SYNC_TEST_OUT/vllm-N.safetensors after load N. Changes nothing of what verl does.
+Owns the files, and one failure on purpose. Changes nothing of what verl and vLLM do.
+
+    WEIGHT_SYNC_TEST_OUT    folder: vllm-N-whole.safetensors after a load by verl, vllm-N-in_place.safetensors after a commit
+    WEIGHT_SYNC_TEST_FAIL   the commit with this number fails
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from typing import Any
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from witness import dump_engine  # of tests/hosts/openrlhf
 
+from weight_sync.adapters.engines.vllm.extension import WorkerExtension
+
 __all__ = ["Witness"]
 
 
@@ -20,5 +25,29 @@ class Witness(vLLMColocateWorkerExtension):  # type: ignore[misc]
 
     def update_weights_from_ipc(self, *args: Any, **options: Any) -> None:
         super().update_weights_from_ipc(*args, **options)
-        folder = Path(os.environ["WEIGHT_SYNC_TEST_OUT"])
-        dump_engine(self, str(folder / f"vllm-{len(list(folder.glob('vllm-*')))}.safetensors"))
+        _dump(self, "whole")
+
+
+def _dump(worker: Any, way: str) -> None:
+    folder = Path(os.environ["WEIGHT_SYNC_TEST_OUT"])
+    dump_engine(worker, str(folder / f"vllm-{len(list(folder.glob('vllm-*')))}-{way}.safetensors"))
+
+
+_original = WorkerExtension.weight_sync_call
+_commits = 0
+
+
+def _witnessed(self: Any, verb: str, arguments: str) -> str:
+    global _commits
+    if verb != "commit":
+        return _original(self, verb, arguments)
+    _commits += 1
+    if _commits == int(os.environ.get("WEIGHT_SYNC_TEST_FAIL", "0")):
+        self.weight_sync_core._rank._store._staged = None
+    answer = _original(self, verb, arguments)
+    if '"error"' not in answer:
+        _dump(self, "in_place")
+    return answer
+
+
+WorkerExtension.weight_sync_call = _witnessed  # type: ignore[method-assign]  # which the plugin puts onto verl's worker
