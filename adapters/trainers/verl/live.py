@@ -33,7 +33,7 @@ __all__ = ["Live", "why_whole"]
 log = logging.getLogger("weight_sync.verl")
 
 _LASTING = "!"  # before a reason that will not pass
-_LEADER_S = 8  # limits of single calls that one sync of the leader may take, for the workers that wait for it
+_LEADER_CALLS = 8  # each with a limit of its own: what the workers that wait for the leader allow it
 
 
 def why_whole(rollout: Any, uri: str, ranks: int, local: int) -> str:
@@ -91,7 +91,7 @@ class Live:
         if self.lasting:
             return self.lasting
         if self._group is None:
-            self._group = default_group(_LEADER_S * self._config.timeout_s)
+            self._group = default_group(_LEADER_CALLS * self._config.timeout_s)
         group = self._group
         told = together(
             group, lambda: self._try(run_id, version).encode() if group.rank == 0 else b"", lambda parts: parts[0]
@@ -114,7 +114,7 @@ class Live:
             fits = self._was_found or not isinstance(error, EngineError | InputError)
             reason = ("" if fits else _LASTING) + str(error)
         except Exception as error:  # also of Ray and of the operating system: verl's own load does not need them
-            log.warning("in place: %r", error, exc_info=True)
+            log.warning("not in place", exc_info=True)
             reason = ("" if self._was_found else _LASTING) + repr(error)
         if reason:
             self._let_go()
