@@ -12,7 +12,7 @@ from worker_cases import LocalControl, Model, checkpoint, engine_of
 
 from weight_sync.adapters.engines.vllm.door import open_door
 from weight_sync.adapters.engines.vllm.extension import WorkerExtension
-from weight_sync.adapters.engines.vllm.plugin import _extend_when_made
+from weight_sync.adapters.engines.vllm.plugin import _extend_when_made, _open_when_made
 from weight_sync.adapters.engines.worker.staging import Staging, read_staged
 from weight_sync.adapters.engines.worker.twin import PlainModel, learn_loader, meta_twin
 from weight_sync.checkpoint import Checkpoint
@@ -272,37 +272,43 @@ def test_a_damaged_staged_version_is_refused_and_nothing_has_changed(folder: Pat
 # --- doors ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_door_is_opened_once_and_says_when_drivers_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Client:
+    """Of an engine, as vLLM's server makes it: on its event loop."""
+
+    def __init__(self) -> None:
+        self.vllm_config = type("Config", (), {"parallel_config": type("Parallel", (), {})})
+
+
+async def knock() -> tuple[Any, list[bool]]:
+    """From another thread, until the door is open; the client, and every answer."""
+    _open_when_made(Client)
+    client = Client()
+    opened = [await asyncio.to_thread(open_door, client)]
+    while not opened[-1]:
+        await asyncio.sleep(0.01)
+        opened.append(await asyncio.to_thread(open_door, client))
+    return client, opened
+
+
+def test_a_door_is_opened_once_and_from_any_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHT_SYNC_RUNTIME_DIR", str(tmp_path / "doors"))
 
-    class Client:
-        async def check_health(self) -> None: ...
+    async def found() -> list[Path]:
+        client, opened = await knock()
+        assert opened == [*[False] * (len(opened) - 1), True] and open_door(client)
+        return list((tmp_path / "doors").glob("*.vllm.sock"))
 
-    async def knock() -> list[Path]:
-        client = Client()
-        opened = [open_door(client)]
-        while not opened[-1]:
-            await asyncio.sleep(0.01)
-            opened.append(open_door(client))
-        found = list((tmp_path / "doors").glob("*.vllm.sock"))
-        client.weight_sync_door[1].cancel()  # type: ignore[attr-defined]
-        return found
-
-    assert len(asyncio.run(knock())) == 1
-    assert not list((tmp_path / "doors").iterdir())
+    assert len(asyncio.run(found())) == 1
+    assert not list((tmp_path / "doors").iterdir()), "it goes with the loop"
 
 
 def test_a_door_that_cannot_be_opened_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "doors").mkdir(mode=0o755)
     monkeypatch.setenv("WEIGHT_SYNC_RUNTIME_DIR", str(tmp_path / "doors"))
-
-    async def knock() -> None:
-        client = type("Client", (), {})()
-        while not open_door(client):
-            await asyncio.sleep(0.01)
-
     with pytest.raises(ConfigError, match="alone"):
         asyncio.run(knock())
+    with pytest.raises(EngineError, match="plugin"):
+        open_door(object())
 
 
 def test_workers_that_verl_has_extended_get_our_method_and_no_others_do() -> None:

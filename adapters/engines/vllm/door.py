@@ -105,16 +105,20 @@ class Door(DoorServer):
 
 
 def open_door(client: Any) -> bool:
-    """Opens the door of a client on the event loop that runs here, once; whether drivers find it by now.
+    """Opens the door of a client on the event loop that it was made on, once; whether drivers find it by now. From any
+    thread.
 
-    Raises RuntimeError without an event loop, and why a door of before is closed again.
+    Raises EngineError for a client that was made without a loop, and what ended a door that was open.
     """
-    loop = asyncio.get_running_loop()
     held = getattr(client, "weight_sync_door", None)
     if held is None:
+        loop = getattr(client, "weight_sync_loop", None)
+        if loop is None:
+            raise EngineError("this vLLM was not started with our plugin, or has no event loop", field="AsyncLLM",
+                              do="weight-sync doctor vllm tells whether it loads the plugin")  # fmt: skip
         door = Door(client)
-        held = client.weight_sync_door = (door, loop.create_task(door.serve()))
-    door, task = held
-    if task.done():
-        task.result()
+        held = client.weight_sync_door = (door, asyncio.run_coroutine_threadsafe(door.serve(), loop))
+    door, served = held
+    if served.done():
+        served.result()
     return bool(door.is_open)

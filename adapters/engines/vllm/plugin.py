@@ -8,6 +8,7 @@ Nothing here imports numba: vLLM walks over all loaded modules when a CPU worker
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import multiprocessing
@@ -64,7 +65,9 @@ def _register_door() -> None:
 
 
 def _open_when_made(client: Any) -> None:
-    """From now on every ``client`` (AsyncLLM) of an engine that was started for weight_sync opens a door."""
+    """From now on every ``client`` (AsyncLLM) of an engine that was started for weight_sync opens a door; others remember the
+    event loop on which one can be opened later.
+    """
     original = client.__init__
     if hasattr(original, "weight_sync"):
         return
@@ -72,12 +75,12 @@ def _open_when_made(client: Any) -> None:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if not wanted(self.vllm_config):
-            return
         with suppress(RuntimeError):  # no event loop: an offline engine, which its own process drives
-            from weight_sync.adapters.engines.vllm.door import open_door
+            self.weight_sync_loop = asyncio.get_running_loop()
+            if wanted(self.vllm_config):
+                from weight_sync.adapters.engines.vllm.door import open_door
 
-            open_door(self)
+                open_door(self)
 
     init.weight_sync = True  # type: ignore[attr-defined]
     client.__init__ = init

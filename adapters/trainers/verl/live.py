@@ -21,7 +21,7 @@ from weight_sync.adapters.engines.worker.control import SocketControl
 from weight_sync.adapters.engines.worker.remote import RemoteEngine
 from weight_sync.config import Config
 from weight_sync.consensus import together
-from weight_sync.errors import EngineError, InputError, WeightSyncError
+from weight_sync.errors import DeadlineError, EngineError, InputError, WeightSyncError
 from weight_sync.group import default_group
 from weight_sync.replica import Replica
 
@@ -150,14 +150,16 @@ class Live:
 
     def _door(self) -> str:
         """URL of verl's server, whose door is open then."""
-        import ray
-
         if not self._adapter._ensure_server_handle():
             raise EngineError("verl's first rollout worker has no server", do="look at verl's log")
         server, end = self._adapter.server_handle, time.monotonic() + self._config.fence_s
 
         def ask(call: Any) -> Any:
-            return ray.get(call, timeout=max(0.001, end - time.monotonic()))
+            try:
+                return call.future().result(max(0.001, end - time.monotonic()))
+            except TimeoutError as error:
+                raise DeadlineError("verl's server does not answer", field="fence_s",
+                                    expected=f"within {self._config.fence_s:g} s") from error  # fmt: skip
 
         while not ask(server.__ray_call__.remote(lambda server: open_door(server.engine))):
             time.sleep(0.02)
