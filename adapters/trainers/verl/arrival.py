@@ -38,6 +38,7 @@ def hook_rollout() -> None:
     """Wraps verl's client of its vLLM servers, where it is loaded: workers are brought to a version in place before verl
     would make them wait for tensors. Once.
     """
+    _be_heard()
     module = sys.modules.get(_CLIENT)
     client: Any = None if module is None else getattr(module, "ServerAdapter", None)
     if client is None or getattr(client.update_weights, _MARK, False):
@@ -52,6 +53,17 @@ def hook_rollout() -> None:
 
     setattr(update_weights, _MARK, True)
     client.update_weights = update_weights
+
+
+def _be_heard() -> None:
+    """Some processes of verl's let nothing but errors out: the way of each version is said past that. Once."""
+    if log.handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(name)s: %(message)s"))
+    handler.addFilter(lambda record: all(other.level > record.levelno for other in logging.root.handlers))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
 
 
 class Rollout:

@@ -64,6 +64,7 @@ def test_verls_own_vllm_worker_holds_every_version_bit_for_bit(
         agrees(tensors, store, by_step[step], f"step {step}")
     assert metrics(done.stdout, "weight_sync/rollouts_in_place") == [float(way == "in_place") for way in ways[:4]]
     assert metrics(done.stdout, "weight_sync/rollouts_whole") == [float(way == "whole") for way in ways[:4]]
+    assert re.search(r"version \d+ in place after [\d.]+ s \(.*\), digest [0-9a-f]{32}", done.stdout + done.stderr)
     if fails:
         assert "full load: its workers hold no version of the run yet" in done.stdout + done.stderr
         assert re.search("full load: .*nothing is staged", done.stdout + done.stderr)
