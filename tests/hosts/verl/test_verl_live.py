@@ -339,6 +339,6 @@ def test_verl_loads_nothing_that_is_in_place_and_everything_else_whole(
     one, other = {"in_place": 1.0, "whole": 0.0}, {"in_place": 0.0, "whole": 1.0}
     expected = [{}, one, one, other]  # each is told with the next sync
     assert seen == [{f"weight_sync/rollouts_{way}": count for way, count in ways.items()} for ways in expected]
-    said = [record.message for record in caplog.records if "full load" in record.message]
+    said = [record.message for record in caplog.records if "by a full load" in record.message]
     assert len(said) == 1 and "lost" in said[0]
     assert rollout.copy is None, "nobody keeps a copy that is older than what is in place"
