@@ -1,7 +1,7 @@
 """Claims about verl with a real vLLM as its rollout, on a CPU: versions arrive in verl's own vLLM worker, bit for bit, in place
 and, where that is not possible, by verl's own load.
 
-Runs in an environment of its own (scripts/requirements/verl-vllm.txt). vLLM's linears must stay unpacked, for both: verl loads
+Runs in an environment of its own (scripts/requirements/verl.txt). vLLM's linears must stay unpacked, for both: verl loads
 by vLLM's plain ``load_weights``, which finds no loaders on packed ones.
 """
 
@@ -39,7 +39,7 @@ CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VL
     # vLLM boots from nothing; the second commit fails: verl loads the first version and that one whole
     ("file", "dummy", 2, ["whole", "in_place", "whole", "in_place", "in_place"]),
     # vLLM boots from the checkpoint, and so holds the first version
-    pytest.param("grpc", "auto", 0, ["in_place"] * 5, marks=pytest.mark.slow),
+    pytest.param("grpc", "auto", 0, ["in_place"] * 5, marks=pytest.mark.full),
 ])  # fmt: skip
 def test_verls_own_vllm_worker_holds_every_version_bit_for_bit(
     tmp_path: Path, inputs: Path, variables: dict[str, str], kind: str, format: str, fails: int, ways: list[str]
