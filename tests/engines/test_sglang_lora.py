@@ -63,6 +63,7 @@ def compare(scene: Scene, base: int, numbers: range, folder: Path) -> None:
             assert [scene.direct(fresh, f"a{k}")] * 2 == scene.seen[k], f"adapter {k}"
 
 
+@pytest.mark.full
 def test_answers_are_those_of_a_fresh_load_of_the_folder(scene: Scene, tmp_path: Path) -> None:
     compare(scene, 0, range(LAST + 1), tmp_path)
 

@@ -244,6 +244,7 @@ def test_a_fence_that_cannot_be_closed_opens_again(run: Run, server: Server, ans
     engine.close()
 
 
+@pytest.mark.full
 def test_an_engine_that_was_killed_is_recognised_and_brought_up_to_date(
     run: Run, server: Server, answers: dict[int, Any]
 ) -> None:

@@ -55,6 +55,7 @@ def test_its_contract_says_what_it_runs_with(contract: contract_pb2.ExecutionCon
     assert decide(terms_of("deterministic", "strict", {}, None), contract).action is Action.REFUSE
 
 
+@pytest.mark.full
 def test_the_profile_reaches_vllm_and_is_not_claimed_where_it_does_nothing(tmp_path: Path) -> None:
     code = (
         "from vllm.plugins import load_general_plugins; load_general_plugins(); from vllm import envs; "

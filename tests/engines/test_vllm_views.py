@@ -45,6 +45,7 @@ def quantised(plain: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_a_quantised_view_is_served_as_a_fresh_engine_serves_the_librarys_checkpoint(tmp_path: Path) -> None:
     plain = [models.make(tmp_path / "plain-0", "qwen3")]
     plain += [models.stepped(plain[0], tmp_path / "plain-1", 1)]
