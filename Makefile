@@ -63,7 +63,7 @@ test-hosts: ## Tests in real trainers, each in an environment of its own (downlo
 
 # On a shared machine a test may meet its own limit in time: it is run once more there, and the summary says so.
 ci: SHARED += --reruns 1
-ci: lint types test test-engines ## The gate and all tests, nothing twice; a test that fails is run once more and listed
+ci: lint types test test-engines test-hosts ## The gate and all tests, nothing twice; a test that fails is run once more and listed
 
 quickstart: venv ## Trains a small real model and serves what was trained (STEPS=3 MODEL=path)
 	$(PY) examples/quickstart/run.py $(if $(STEPS),--steps $(STEPS)) $(if $(MODEL),--model "$(MODEL)") $(ARGS)

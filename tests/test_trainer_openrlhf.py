@@ -293,7 +293,9 @@ def test_the_adapter_alone_goes_out_under_pefts_names(tmp_path: Path) -> None:
     config = load({"uri": (tmp_path / "run").as_uri(), "view": "adapter", "adapter.base": str(tmp_path / "base")})
     host = OpenRlhfHost(config, SoloGroup(), model, (), 0, lora="adapter")
     host.attach()
+    assert (host.version, host.publisher.step) == (0, 0), "a run of adapters has no checkpoint that would be version 0"
     host.broadcast()
+    assert (host.version, host.publisher.step) == (1, 1)
     wanted = get_peft_model_state_dict(model)
     assert {spec.name for spec in host.publisher._ledger.views["adapter"].table} == set(wanted)
     assert host.metrics["weight_sync/elements"] == sum(tensor.numel() for tensor in wanted.values())

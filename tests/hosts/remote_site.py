@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -100,6 +101,12 @@ def answer(path: str, tokens: list[int], logprob: float) -> dict[str, Any]:
         "logprobs": {"token_logprobs": likely},
     }
     return {"choices": [choice]}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -71,8 +71,15 @@ class OpenRlhfHost(TrainerHost):
         return hold(self._model, self._group, self.paths, self._tensor_parallel)
 
     def attach(self) -> None:
-        """Opens the run and checks names and shapes before anything is trained; collective. Raises as `sync` would."""
-        publisher, source = self.publisher, self._offered()
+        """Opens the run and checks names and shapes before anything is trained; collective. Raises as `sync` would.
+
+        A run of adapters has no checkpoint to begin from: what training starts from goes out, or nobody could answer.
+        """
+        publisher = self.publisher
+        if self._adapter_only and publisher.version is None and not self._resumes:
+            self.sync(self._step)
+            return
+        source = self._offered()
         if not self._holds_head(publisher, source, self._step) and publisher.version is not None:
             found = publisher.recognise(source)
             self.log.info("the trainer starts from %s", "no version of the run: what differs will be part of the next one"
@@ -149,9 +156,10 @@ def make_host(actor: Any, block: Mapping[str, Any], lora: str, pretrain: str) ->
     )
     step = int((actor.checkpoint_states or {}).get("global_step") or 0)
     tensor_parallel = int(getattr(args.ds, "tensor_parallel_size", 1)) > 1
-    if adapter_only and actor.vllm_engines:
+    if adapter_only and actor.vllm_engines and not config.rollout.engines:
         raise ConfigError("OpenRLHF's own engines serve merged weights", field="weight_sync.lora", found="adapter",
-                          expected="merge", do="set it to merge; or train with remote engines only")  # fmt: skip
+                          expected="merge", do="set it to merge; or weight_sync.rollout.engines, which serve the adapter "
+                          "under the name that weight_sync.rollout.model says")  # fmt: skip
     host = OpenRlhfHost(config, default_group(config.timeout_s), model, actor.vllm_engines or (), step,
                         tensor_parallel, lora)  # fmt: skip
     from openrlhf.utils.logging_utils import init_logger

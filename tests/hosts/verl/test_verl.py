@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from remote_site import remote_site
+from remote_site import free_port, remote_site
 
 from weight_sync import Replica
 from weight_sync.config import load
@@ -33,12 +32,6 @@ QUICK = ("weight_sync.poll_s=0.02", "weight_sync.anchor_share=0", "weight_sync.t
 
 def run(command: Sequence[object], variables: dict[str, str], limit: float = 900) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(part) for part in command], env=variables, capture_output=True, text=True, timeout=limit)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def uri_of(kind: str, folder: Path) -> str:
