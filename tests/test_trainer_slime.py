@@ -98,6 +98,26 @@ def test_engines_of_slimes_own_get_the_same_version_from_slime(tmp_path: Path) -
         assert served(tmp_path, args, step)
 
 
+@pytest.mark.usefixtures("standin")
+def test_an_engine_in_the_place_of_a_dead_one_gets_the_whole_of_the_next_version(tmp_path: Path) -> None:
+    """slime's fault tolerance starts engines anew, with the weights of the base, and reports them at the next sync."""
+    args = job(tmp_path)
+    lives, dies, anew = slime.Engine(), slime.Engine(), slime.Engine()
+    actor, manager = started(args), slime.Manager([lives, dies])
+    actor.set_rollout_manager(manager)
+    lists = [[lives, dies], [lives, anew], [], [anew]]  # one dies, then all, and one comes back
+    for step, engines in enumerate(lists):
+        new = [engine for engine in engines if engine not in manager.engines]
+        manager.engines, manager.new = engines, len(new) or manager.new
+        if step:
+            actor.train(step - 1)
+        assert synced(actor)["weight_sync/failed"] == 0 and served(tmp_path, args, step)
+        for engine in engines:
+            assert engine.version == actor.weight_updater.weight_sync.version == step + 1
+            assert all(torch.equal(engine.held[name], tensor) for name, tensor in slime.sent(args, step).items())
+    assert dies.version == 1
+
+
 def publish_shards(say: Callable[[str], None], folder: str, rank: int) -> None:
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
     slime.put_in_place()
