@@ -6,9 +6,9 @@ reading of files and no environment (config.py).
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 __all__ = ["Adapter", "Contract", "Keys", "Outlet", "Rdma", "Rollout"]
 
@@ -17,6 +17,15 @@ class Keys(BaseModel):
     """What all blocks have in common: an unknown key is an error, and nothing changes later."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML's yes would count as 1."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and not {int, float}.isdisjoint(get_args(kind) or (kind,)):
+            raise ValueError("a number")
+        return value
 
 
 class Contract(Keys):

@@ -372,4 +372,5 @@ def _config_error(error: ValidationError) -> ConfigError:
         )
     if first["type"] == "missing":
         return ConfigError("missing key", field=f"weight_sync.{key}", do="set it in the weight_sync block")
-    return ConfigError("bad value", field=f"weight_sync.{key}", found=first["input"], expected=first["msg"])
+    expected = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return ConfigError("bad value", field=f"weight_sync.{key}", found=first["input"], expected=expected)

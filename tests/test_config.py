@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,3 +46,19 @@ def test_merged_keys_of_yaml_may_be_overridden(tmp_path: Path) -> None:
     assert load(path).tls.ca == "a.pem"
     path.write_text("uri: /a\ntls:\n  <<: {ca: a.pem, cert: c.pem, key: k.pem}\n  ca: b.pem\n")
     assert load(path).tls.ca == "b.pem"
+
+
+@pytest.mark.parametrize(("key", "value", "words"), [
+    ("anchor_every", True, "a number"), ("rollout.max_staleness", False, "a number"),
+    ("contract.bound", True, "a number"), ("snapshot", "disk", "'device', 'memory' or 'file'"),
+    ("timeout_s", -1, "greater than 0"),
+])  # fmt: skip
+def test_a_bad_value_is_named_with_what_is_expected(key: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        load({"uri": "memory://x", key: value})
+    assert told.value.field == f"weight_sync.{key}" and told.value.expected == words
+
+
+def test_yes_and_no_are_values_of_switches_and_zero_is_a_number() -> None:
+    made = load({"uri": "memory://x", "overlap": True, "fork": False, "anchor_every": 0})
+    assert made.overlap and not made.fork and made.anchor_every == 0
