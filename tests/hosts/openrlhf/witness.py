@@ -108,13 +108,14 @@ def _witness_engine() -> None:
 
 
 def dump_engine(worker: Any, path: str) -> None:
-    """In vLLM's worker: the live parameters, under the names of the checkpoint (fused ones taken apart)."""
+    """In vLLM's worker: this rank's live parameters, under the names of the checkpoint (fused ones taken apart)."""
     from safetensors.torch import save_file
 
     model = worker.model_runner.get_model()
     config = worker.vllm_config.model_config.hf_config
-    heads, kv = config.num_attention_heads, config.num_key_value_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    ranks = worker.vllm_config.parallel_config.tensor_parallel_size
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads, kv = config.num_attention_heads // ranks, max(1, config.num_key_value_heads // ranks)
     out = {}
     for name, param in model.named_parameters():
         if ".qkv_proj." in name:

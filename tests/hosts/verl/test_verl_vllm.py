@@ -35,15 +35,18 @@ CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VL
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("kind", "format", "fails", "ways"), [
+@pytest.mark.parametrize(("kind", "format", "parallel", "fails", "ways"), [
     # vLLM boots from nothing; the second commit fails: verl loads the first version and that one whole
-    ("file", "dummy", 2, ["whole", "in_place", "whole", "in_place", "in_place"]),
+    ("file", "dummy", 1, 2, ["whole", "in_place", "whole", "in_place", "in_place"]),
     # vLLM boots from the checkpoint, and so holds the first version
-    pytest.param("grpc", "auto", 0, ["in_place"] * 5, marks=pytest.mark.full),
+    pytest.param("grpc", "auto", 1, 0, ["in_place"] * 5, marks=pytest.mark.full),
+    # two tensor-parallel ranks
+    pytest.param("file", "dummy", 2, 0, ["whole", *["in_place"] * 4], marks=pytest.mark.full),
 ])  # fmt: skip
 def test_verls_own_vllm_worker_holds_every_version_bit_for_bit(
-    tmp_path: Path, inputs: Path, variables: dict[str, str], kind: str, format: str, fails: int, ways: list[str]
-) -> None:
+    tmp_path: Path, inputs: Path, variables: dict[str, str], kind: str, format: str, parallel: int, fails: int,
+    ways: list[str],
+) -> None:  # fmt: skip
     from safetensors.torch import load_file
 
     store, out = str(tmp_path / "store"), tmp_path / "out"
@@ -51,14 +54,17 @@ def test_verls_own_vllm_worker_holds_every_version_bit_for_bit(
     block = [f"weight_sync.uri={uri_of(kind, tmp_path)}", *([f"weight_sync.store={store}"] if kind == "grpc" else ())]
     paths = os.pathsep.join([variables["PYTHONPATH"], str(HERE), str(HERE.parent / "openrlhf")])
     done = run([EXAMPLE / "main_ppo.sh", inputs, f"+weight_sync={kind}", *block, *QUICK, *VLLM,
-                f"actor_rollout_ref.rollout.load_format={format}"],
+                f"actor_rollout_ref.rollout.load_format={format}",
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}",
+                f"actor_rollout_ref.rollout.n_gpus_per_node={parallel}"],
                {**variables, **CPU, "PYTHONPATH": paths, "WEIGHT_SYNC_TEST_OUT": str(out),
                 "WEIGHT_SYNC_TEST_FAIL": str(fails)}, 1700)  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     by_step = versions(store)
     assert sorted(by_step) == [0, 1, 2, 3, 4]
-    held = [load_file(path) for path in sorted(out.glob("vllm-*"))]
-    seen = [path.stem.rpartition("-")[2] for path in sorted(out.glob("vllm-*"))]
+    ranks = [sorted(out.glob(f"vllm-*-{rank}.safetensors")) for rank in range(parallel)]
+    held = [joined([load_file(path) for path in paths]) for paths in zip(*ranks, strict=True)]
+    seen = [path.stem.split("-")[2] for path in ranks[0]]
     assert seen == ways[5 - len(seen) :], "what is held already is not written again"
     for tensors, step in zip(reversed(held), reversed(range(5)), strict=False):
         agrees(tensors, store, by_step[step], f"step {step}")
@@ -70,6 +76,15 @@ def test_verls_own_vllm_worker_holds_every_version_bit_for_bit(
         assert re.search("full load: .*nothing is staged", done.stdout + done.stderr)
     apart = [float(value) for value in re.findall(r"rollout_probs_diff_mean:(?:np\.\w+\()?([\d.e+-]+)", done.stdout)]
     assert apart and max(apart) < 0.02, "vLLM's probabilities are the trainer's"
+
+
+def joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, of those that tensor-parallel ranks hold. What all have alike is held by each."""
+    return {
+        name: first if all(torch.equal(first, part[name]) for part in parts)
+        else torch.cat([part[name] for part in parts], int(name.endswith(("o_proj.weight", "down_proj.weight"))))
+        for name, first in parts[0].items()
+    }  # fmt: skip
 
 
 def agrees(held: dict[str, torch.Tensor], store: str, number: int, when: str) -> None:

@@ -2,7 +2,7 @@
 
 Owns the files, and one failure on purpose. Changes nothing of what verl and vLLM do.
 
-    WEIGHT_SYNC_TEST_OUT    folder: vllm-N-whole.safetensors after a load by verl, vllm-N-in_place.safetensors after a commit
+    WEIGHT_SYNC_TEST_OUT    folder: vllm-N-whole-RANK.safetensors after a load by verl, vllm-N-in_place-RANK after a commit
     WEIGHT_SYNC_TEST_FAIL   the commit with this number fails
 """
 
@@ -30,7 +30,8 @@ class Witness(vLLMColocateWorkerExtension):  # type: ignore[misc]
 
 def _dump(worker: Any, way: str) -> None:
     folder = Path(os.environ["WEIGHT_SYNC_TEST_OUT"])
-    dump_engine(worker, str(folder / f"vllm-{len(list(folder.glob('vllm-*')))}-{way}.safetensors"))
+    before = len(list(folder.glob(f"vllm-*-{worker.rank}.safetensors")))
+    dump_engine(worker, str(folder / f"vllm-{before}-{way}-{worker.rank}.safetensors"))
 
 
 _original = WorkerExtension.weight_sync_call
