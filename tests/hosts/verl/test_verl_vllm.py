@@ -79,12 +79,17 @@ def test_verls_own_vllm_worker_holds_every_version_bit_for_bit(
 
 
 def joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, of those that tensor-parallel ranks hold. What all have alike is held by each."""
-    return {
-        name: first if all(torch.equal(first, part[name]) for part in parts)
-        else torch.cat([part[name] for part in parts], int(name.endswith(("o_proj.weight", "down_proj.weight"))))
-        for name, first in parts[0].items()
-    }  # fmt: skip
+    """The tensors of a checkpoint, of those that tensor-parallel ranks hold; norms, and its one head of keys and values,
+    are held by each.
+    """
+    whole = {}
+    for name, first in parts[0].items():
+        if len(parts) == 1 or any(word in name for word in ("norm", "k_proj", "v_proj")):
+            assert all(torch.equal(first, part[name]) for part in parts), name
+            whole[name] = first
+        else:
+            whole[name] = torch.cat([part[name] for part in parts], int("o_proj" in name or "down_proj" in name))
+    return whole
 
 
 def agrees(held: dict[str, torch.Tensor], store: str, number: int, when: str) -> None:
