@@ -17,8 +17,6 @@ from servers import Server
 from sidecars import Sidecar
 from training import LORA, RATIO, inputs, numbers, store, train, versions
 
-import weight_sync
-
 pytestmark = [
     pytest.mark.skipif(
         find_spec("openrlhf") is None or find_spec("vllm") is None, reason="OpenRLHF and vLLM are not here"
@@ -28,6 +26,11 @@ pytestmark = [
 ]
 
 NAME = "tutor"
+
+
+def weight_sync(*words: object) -> None:
+    command = [str(Path(sys.executable).with_name("weight-sync")), *map(str, words)]
+    subprocess.run(command, check=True, timeout=300, stdout=subprocess.DEVNULL)
 
 
 def merged(base: Path, run: str, number: int, out: Path) -> dict[str, Any]:
@@ -55,8 +58,7 @@ def test_the_adapter_alone_is_served_elsewhere_and_passes_the_trainers_own_check
     from safetensors.torch import load_file
 
     base = inputs(tmp_path) / "tiny"
-    with weight_sync.Publisher.open(str(tmp_path / "base"), base=str(base)) as publisher:
-        publisher.publish(str(base))
+    weight_sync("publish", base, "--to", tmp_path / "base")
     served = ("--enable-lora", "--max-lora-rank", "8")
     follows = ("--adapter", f"{NAME}={tmp_path / 'run'}", "--set", f"cache_dir={tmp_path / 'cache'}")
     with (
