@@ -59,7 +59,7 @@ def test_the_adapter_alone_is_served_elsewhere_and_passes_the_trainers_own_check
 
     base = inputs(tmp_path) / "tiny"
     weight_sync("publish", base, "--to", tmp_path / "base")
-    served = ("--enable-lora", "--max-lora-rank", "8")
+    served = ("--enable-lora", "--max-lora-rank", "8", "--max-model-len", "128")
     follows = ("--adapter", f"{NAME}={tmp_path / 'run'}", "--set", f"cache_dir={tmp_path / 'cache'}")
     with (
         TemporaryDirectory() as sockets,
