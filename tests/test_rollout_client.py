@@ -14,11 +14,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from waiting import until
 
 import weight_sync
 from weight_sync.adapters.rollout import Prompt, RolloutClient
@@ -260,15 +262,29 @@ def test_an_answer_that_cannot_be_used_is_tried_elsewhere(state: dict[str, Any],
         list(client([bad], deadline_s=2).generate(prompts(1)))
 
 
-def test_what_is_too_stale_on_arrival_is_dropped_and_counted(engines: Any) -> None:
+def test_what_becomes_too_stale_on_its_way_is_dropped_and_counted(engines: Any) -> None:
     [engine] = engines(5)
     current = 6
     asked = client([engine], max_staleness=1, current_version=lambda: current)
     assert len(list(asked.generate(prompts(3)))) == 3
-    engine.set(delay=0.05)
-    current = 7
-    assert list(asked.generate(prompts(3))) == [] and asked.counts["too_stale"] == 3
-    assert {r["headers"]["x-weight-version-max-staleness"] for r in engine.set()} == {"1"}
+    engine.set(delay=1.0)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(lambda: list(asked.generate(prompts(3))))
+        until(lambda: len(engine.set()) == 6, "the requests")
+        current = 7
+        assert late.result(30) == [] and asked.counts["too_stale"] == 3
+    assert {r["headers"]["x-weight-version-min"] for r in engine.set()} == {"5"}
+
+
+def test_an_engine_that_is_too_far_behind_the_trainer_makes_no_tokens(engines: Any) -> None:
+    [engine] = engines(5)
+    asked = client([engine], max_staleness=1, current_version=lambda: 7)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(lambda: list(asked.generate(prompts(3))))
+        until(lambda: asked.counts["retried"], "a refusal")
+        engine.set(version=6)
+        assert [found.spans[0].number for found in late.result(30)] == [6] * 3
+    assert asked.counts["too_stale"] == 0
 
 
 def test_staleness_is_counted_from_the_newest_version_that_sidecars_have_seen(engines: Any) -> None:
@@ -281,7 +297,7 @@ def test_staleness_is_counted_from_the_newest_version_that_sidecars_have_seen(en
     assert len(list(client([engine], max_staleness=1).generate(prompts(2)))) == 2
 
 
-def test_coroutines_of_one_loop_ask_at_once_and_what_is_too_stale_is_asked_for_again(engines: Any) -> None:
+def test_coroutines_of_one_loop_ask_at_once_and_wait_for_what_is_not_there_yet(engines: Any) -> None:
     [engine] = engines(5)
     current = 5
     asked = client([engine], max_staleness=0, current_version=lambda: current)
@@ -292,7 +308,7 @@ def test_coroutines_of_one_loop_ask_at_once_and_what_is_too_stale_is_asked_for_a
             found = await asyncio.gather(*(asked.ask(prompt) for prompt in prompts(20)))
             current = 6
             late = asyncio.create_task(asked.ask(Prompt([9], id="late")))
-            while not asked.counts["too_stale"]:
+            while not asked.counts["retried"]:
                 await asyncio.sleep(0.01)
             await asyncio.to_thread(engine.set, version=6)
             return [*found, await late]

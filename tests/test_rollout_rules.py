@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from weight_sync.adapters.rollout.flavours import FLAVOURS, Answer
 from weight_sync.adapters.rollout.fleet import Fleet, Seat, Wanted, choose
+from weight_sync.adapters.rollout.session import of_model
 from weight_sync.adapters.rollout.spans import Served, read_served, spans_of
 from weight_sync.adapters.rollout.verdict import Next, judge
 from weight_sync.errors import EngineError
@@ -128,6 +129,8 @@ def test_constraints_become_headers_and_zero_is_one_of_them() -> None:
         "X-Weight-Version-Max-Staleness": "0",
         "X-Weight-Version-Run": "r",
     }
+    assert Wanted(max_staleness=2).headers(current=7) == {"X-Weight-Version-Min": "5"}, "the trainer knows better"
+    assert Wanted(max_staleness=2).headers(current=0) == {"X-Weight-Version-Min": "0"}
     assert Wanted(run="r").headers() == {"X-Weight-Version-Min": "0", "X-Weight-Version-Run": "r"}
 
 
@@ -187,3 +190,17 @@ def test_token_ids_are_never_guessed_from_text() -> None:
     choice = {"text": "x", "finish_reason": "stop", "logprobs": {"token_logprobs": [-1.0]}}
     with pytest.raises(EngineError, match="no token ids"):
         FLAVOURS["completions"].read({"choices": [choice]})
+
+
+def test_a_status_is_that_of_the_adapter_that_is_asked_for() -> None:
+    status = {
+        "run_id": "base",
+        "version": 3,
+        "replica_id": "site",
+        "adapters": {"tutor": {"run_id": "lora", "version": 0}},
+    }
+    for model in ("tutor", "base:tutor"):
+        assert of_model(status, model) == {**status, "run_id": "lora", "version": 0}
+    for model in (None, "tiny", "other"):
+        assert of_model(status, model) == status
+    assert of_model({"version": 3}, "tutor") == {"version": 3}, "of a sidecar that knows no adapters"

@@ -107,6 +107,11 @@ class RolloutClient:
         self.counts: Counter[str] = Counter()
         self._asking: tuple[asyncio.AbstractEventLoop, asyncio.Task[Session], AsyncExitStack] | None = None
 
+    @property
+    def trainer_version(self) -> int | None:
+        """As ``current_version`` tells it."""
+        return None if self._current is None else self._current()
+
     def newest(self, run: str | None) -> int | None:
         """The version that staleness is counted from: the trainer's, as far as it is known here."""
         return self.fleet.head(run) if self._current is None else self._current()

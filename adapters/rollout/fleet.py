@@ -27,9 +27,16 @@ class Wanted:
     max_staleness: int | None = None
     run: str | None = None
 
-    def headers(self) -> dict[str, str]:
-        """For a sidecar."""
+    def headers(self, current: int | None = None) -> dict[str, str]:
+        """For a sidecar.
+
+        Args:
+            current: the trainer's version where it is known, of which the sidecar may have heard nothing yet: then it
+                refuses what would be dropped here, and no token is made in vain.
+        """
         named = {"Min": self.min, "Exact": self.exact, "Max-Staleness": self.max_staleness, "Run": self.run}
+        if self.max_staleness is not None and current is not None:
+            named |= {"Min": max(0, current - self.max_staleness), "Max-Staleness": None}
         # a run alone is no constraint: any version of it is at least its first
         if self.run is not None and (self.min, self.exact, self.max_staleness) == (None, None, None):
             named["Min"] = 0

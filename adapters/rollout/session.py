@@ -25,7 +25,7 @@ from weight_sync.trajectory import check, staleness
 if TYPE_CHECKING:
     from weight_sync.adapters.rollout.client import RolloutClient
 
-__all__ = ["Session"]
+__all__ = ["Session", "of_model"]
 
 _STATUS_LIMIT_S = 5.0
 _STATUS_BYTES = 1 << 20
@@ -78,6 +78,7 @@ class Session:
                 response = await self._http.get(f"{seat.url}/weight_sync/status")
             status = response.json() if response.status_code == 200 and len(response.content) < _STATUS_BYTES else None
             if isinstance(status, dict):
+                status = of_model(status, self._client.model)
                 run, version, name = status.get("run_id"), status.get("version"), status.get("replica_id")
                 if isinstance(run, str) and isinstance(version, int):
                     seat.saw(run, version)
@@ -148,7 +149,7 @@ class Session:
                 response = await self._http.post(
                     f"{seat.url}{client.flavour.path}",
                     json=client.flavour.request(prompt.token_ids, sampling, client.model),
-                    headers=client.wanted.headers(),
+                    headers=client.wanted.headers(client.trainer_version),
                 )
         except (httpx.HTTPError, TimeoutError) as error:
             seat.failed(time.monotonic(), f"{type(error).__name__} {error}".strip())
@@ -202,3 +203,10 @@ def _trajectory(answer: Answer, prompt: Prompt, number: int, seat: Seat, served:
         router_replay=answer.router_replay, engine_id=seat.name or seat.url, group=prompt.id,
         contract_id=served.contract,
     )  # fmt: skip
+
+
+def of_model(status: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """What a status says of the model that is asked: an adapter has versions of its own, in SGLang as ``base:adapter``."""
+    lanes = status.get("adapters")
+    found = lanes.get((model or "").rpartition(":")[2]) if isinstance(lanes, dict) else None
+    return {**status, **found, "replica_id": status.get("replica_id")} if isinstance(found, dict) else status

@@ -37,7 +37,7 @@ class RemoteExecutor:
 
     def __init__(self, inner: Any, block: Rollout, current: Callable[[], int | None]) -> None:
         self._inner, self._flavour, self._current = inner, block.flavour, current
-        self.client: RolloutClient = open_client(block)
+        self.client: RolloutClient = open_client(block, current)
 
     async def execute(self, *, llm_engine: Any, hf_tokenizer: Any, **given: Any) -> Any:
         """OpenRLHF's; the response's ``extra_logs`` say which versions answered, which OpenRLHF logs."""
