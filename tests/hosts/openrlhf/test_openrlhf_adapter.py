@@ -53,7 +53,11 @@ def merged(base: Path, run: str, number: int, out: Path) -> dict[str, Any]:
 
 
 def test_the_adapter_alone_is_served_elsewhere_and_passes_the_trainers_own_check(tmp_path: Path) -> None:
-    """vllm_kl compares the logprobs of each answer with the trainer's: both have the same adapter, unmerged."""
+    """vllm_kl compares the logprobs of each answer with the trainer's: both have the same adapter, unmerged.
+
+    One rank: on gloo, DeepSpeed's forward pass does not wait for all parts of small parameters that two ranks share, and a
+    busy machine then trains on what is not there yet.
+    """
     import torch
     from safetensors.torch import load_file
 
@@ -69,7 +73,7 @@ def test_the_adapter_alone_is_served_elsewhere_and_passes_the_trainers_own_check
     ):  # fmt: skip
         sidecar.ready(0)
         log = train(
-            tmp_path, *LORA, *RATIO, "--actor.num_gpus_per_node", "2", "--vllm.num_engines", "1", "--ds.zero_stage",
+            tmp_path, *LORA, *RATIO, "--actor.num_gpus_per_node", "1", "--vllm.num_engines", "1", "--ds.zero_stage",
             "3", "--actor.adam.lr", "1e-2", "--weight_sync.lora", "adapter", "--weight_sync.rollout.model", NAME,
             "--weight_sync.rollout.engines", f"[http://127.0.0.1:{sidecar.port}]", "--weight_sync.rollout.max_staleness",
             "0",
