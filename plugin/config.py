@@ -11,15 +11,15 @@ Environment, read here and nowhere else:
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from weight_sync.badkeys import refusal
 from weight_sync.blocks import Adapter, Contract, Keys, Outlet, Rdma, Rollout
 from weight_sync.errors import ConfigError
 
@@ -232,7 +232,10 @@ class Config(Keys):
     audit_every: int = Field(
         0, ge=0, description="versions between full recomputations of the digest; 0: at attach only"
     )
-    replica_id: str | None = Field(None, description="name of this replica; default: host and process")
+    replica_id: str | None = Field(
+        None,
+        description="name of this replica, which no other has; default: host and process, of a relay host and port",
+    )
     staging_bytes: int = Field(4 << 30, ge=1 << 20, description="most memory for decoded patches")
     mirror: str | None = Field(
         None, description="folder of a relay's copy of the weights: versions cross the link in the compact form then"
@@ -323,8 +326,11 @@ def load(source: Mapping[str, Any] | str | Path, **overrides: Any) -> Config:
         data = read_yaml(source)
     else:
         data = dict(source)
-    if isinstance(data, dict) and set(data) == {"weight_sync"}:
+    if isinstance(data, dict) and "weight_sync" in data:  # beside it may stand what a host reads of the same file
         data = data["weight_sync"]
+        if not isinstance(data, dict):
+            raise ConfigError("not a block of keys", field="weight_sync", found=data, expected="key: value lines below it",
+                              do="set at least uri; weight-sync config lists all keys")  # fmt: skip
     if not isinstance(data, dict):
         where = str(source) if isinstance(source, str | Path) else ""
         raise ConfigError("not a mapping", field=where, found=type(data).__name__, expected="key: value lines")
@@ -332,7 +338,7 @@ def load(source: Mapping[str, Any] | str | Path, **overrides: Any) -> Config:
     try:
         return Config(**data)
     except ValidationError as error:
-        raise _config_error(error) from error
+        raise refusal(Config, error) from error
 
 
 def _nested(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -344,33 +350,3 @@ def _nested(data: Mapping[str, Any]) -> dict[str, Any]:
             block = out.get(outer)
             out[outer] = _nested({**(block if isinstance(block, Mapping) else {}), inner: value})
     return out
-
-
-def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Names of keys, those of nested blocks with dots."""
-    for name, info in model.model_fields.items():
-        yield prefix + name
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from _all_keys(info.annotation, f"{prefix}{name}.")
-
-
-def _config_error(error: ValidationError) -> ConfigError:
-    found = error.errors()
-    # a misspelt key often is why another one is missing
-    first = next((item for item in found if item["type"] == "extra_forbidden"), found[0])
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):
-        return cause
-    key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, list(_all_keys(Config)), n=1, cutoff=0.0)
-        return ConfigError(
-            "unknown key",
-            field=f"weight_sync.{key}",
-            expected=near[0] if near else "a listed key",
-            do="weight-sync config lists all keys",
-        )
-    if first["type"] == "missing":
-        return ConfigError("missing key", field=f"weight_sync.{key}", do="set it in the weight_sync block")
-    expected = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    return ConfigError("bad value", field=f"weight_sync.{key}", found=first["input"], expected=expected)

@@ -23,7 +23,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -313,6 +313,14 @@ class Mirror:
             sync_path(self.path.parent)
         crash_point("mirror:switched")
         return kept
+
+    def rename(self, run_id: str, number: int) -> None:
+        """The current folder is this version from now on, whose bits are the same. Raises StoreError."""
+        kept = self.current
+        if kept is not None and (kept.run_id, kept.number) != (run_id, number):
+            self.current = replace(kept, run_id=run_id, number=number)
+            with disk_faults(self.path):
+                _write_note(self.current, None)
 
     def audit(self) -> Digest:
         """Recomputes the digest of the current version from its files.

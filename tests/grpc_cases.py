@@ -47,8 +47,8 @@ def served(folder: Path, stack: ExitStack, **keys: Any) -> tuple[Server, Config]
 
 def relayed(upstream: str, stack: ExitStack, **keys: Any) -> tuple[Server, Config]:
     """A relay of a server, and the configuration of its clients."""
-    keys = {**COMMON, "replica_id": "relay", **keys}
-    relay = GrpcTransport(Config(uri=upstream, backend="grpc", listen="127.0.0.1:0", **keys)).relay()
+    keys = {**COMMON, "replica_id": "relay", "listen": "127.0.0.1:0", **keys}
+    relay = GrpcTransport(Config(uri=upstream, backend="grpc", **keys)).relay()
     stack.callback(relay.close)
     return relay, client_of(str(relay.start()))
 

@@ -218,3 +218,25 @@ def _config(model: object) -> str:
     from weight_sync.adapters.trainers.lora import adapter_config
 
     return adapter_config(model)  # type: ignore[arg-type]
+
+
+def test_a_folder_tells_the_base_of_the_newest_version_although_its_bits_were_there_already(
+    base: Path, tmp_path: Path
+) -> None:
+    """The same adapter, published anew for another base."""
+    store, out, other = tmp_path / "lora", tmp_path / "current", save_base(tmp_path / "other", seed=5)
+    model = adapted(base)
+    with weight_sync.Publisher.open(str(store), adapter={"base": str(base)}) as publisher:
+        publisher.publish(model, step=0)
+    engine = CheckpointEngine(out)
+    with weight_sync.Replica.open(str(store), engine) as replica:
+        replica.sync()
+        with weight_sync.Publisher.open(str(store), adapter={"base": str(other)}, fork=True) as publisher:
+            publisher.publish(model, step=0)
+        replica.sync()
+        note = json.loads((out / "weight_sync.json").read_text())
+        assert note["run_id"] == publisher.run_id and note["base"]["digest"] == Checkpoint(other).digest().hex()
+    engine.close()
+    with weight_sync.Replica.open(str(store), CheckpointEngine(out)) as replica:
+        replica.sync()
+    assert json.loads((out / "weight_sync.json").read_text()) == note

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -404,3 +405,19 @@ def test_digits_do_not_prove_a_longer_number(tmp_path: Path, store: Path) -> Non
     with follower(store, engine) as replica, pytest.raises(EngineInDoubtError, match="does not prove"):
         replica.sync()
     engine.close()
+
+
+def test_a_folder_that_is_found_to_hold_the_newest_versions_bits_says_so(tmp_path: Path, store: Path) -> None:
+    [state] = states(1)
+    first = CheckpointEngine(tmp_path / "out")
+    publish(store, [state])
+    with follower(store, first) as replica:
+        replica.sync()
+    first.close()
+    numbers = publish(store, [state, state])  # steps that changed nothing
+    again = CheckpointEngine(tmp_path / "out")
+    with follower(store, again) as replica:
+        assert replica.sync().version == numbers[-1]
+        note = json.loads((tmp_path / "out" / "weight_sync.json").read_text())
+        assert note["version"] == numbers[-1] and note["digest"] == again.audit().hex()
+    again.close()

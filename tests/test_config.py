@@ -62,3 +62,22 @@ def test_a_bad_value_is_named_with_what_is_expected(key: str, value: Any, words:
 def test_yes_and_no_are_values_of_switches_and_zero_is_a_number() -> None:
     made = load({"uri": "memory://x", "overlap": True, "fork": False, "anchor_every": 0})
     assert made.overlap and not made.fork and made.anchor_every == 0
+
+
+@pytest.mark.parametrize(("data", "field", "expected"), [
+    ({"forms": "compact"}, "forms", "a list"), ({"tls": "x"}, "tls", "a block of keys"),
+    ({"auth": {"tokens": [{"role": "x"}]}}, "auth.tokens.0.role", "auth.tokens.0.roles"),
+    ({"rollout.engins": ["x"]}, "rollout.engins", "rollout.engines"), ({"timeout_s": "soon"}, "timeout_s", "a number"),
+])  # fmt: skip
+def test_words_of_python_are_not_what_is_expected(data: dict[str, Any], field: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        load({"uri": "memory://x", **data})
+    assert (told.value.field, told.value.expected) == (f"weight_sync.{field}", expected) and told.value.do
+
+
+def test_beside_the_block_a_file_may_hold_what_is_the_hosts(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("custom_megatron_init_path: x.y\nweight_sync: {uri: 'memory://x'}\n")
+    assert load(tmp_path / "a.yaml").uri == "memory://x"
+    (tmp_path / "b.yaml").write_text("other: 1\nweight_sync:\n")
+    with pytest.raises(ConfigError, match="not a block of keys: weight_sync; found None"):
+        load(tmp_path / "b.yaml")

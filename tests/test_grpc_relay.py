@@ -25,7 +25,7 @@ from weight_sync.transport.file import FileTransport
 from weight_sync.transport.grpc import GrpcTransport
 from weight_sync.transport.grpc import folds as folds_room
 from weight_sync.transport.grpc import relay as relay_room
-from weight_sync.transport.grpc.relay import is_news, summary
+from weight_sync.transport.grpc.relay import is_news, relay_name, summary
 from weight_sync.transport.grpc.server import Server
 
 
@@ -49,6 +49,20 @@ def stored_bytes(publisher: Publisher, numbers: range) -> int:
     return sum(
         ref.size for m in manifests for view in m.views for ref in view.shards if ref.form == common_pb2.FORM_STEP
     )
+
+
+def test_relays_of_one_machine_have_names_of_their_own_which_last(tmp_path: Path, stack: ExitStack) -> None:
+    """Two of one name would overwrite each other's lease, and what one still reads could be collected."""
+    assert relay_name("a.b", 50072, 7) == relay_name("a.b", 50072, 8) == "relay-a-b-50072"
+    assert len({relay_name("a.b", port, process) for port in (0, 50072) for process in (7, 8)}) == 3
+    assert relay_name("", 1, 7) == "relay-host-1"
+    server, publisher, _, behind = site(tmp_path, stack, replica_id=None)
+    port = free_port()
+    _, other = relayed(str(server.address), stack, replica_id=None, listen=f"127.0.0.1:{port}")
+    for k, where in enumerate((behind, other)):
+        stack.enter_context(Replica.open(where, holding(model(0)), replica_id=f"r{k}")).sync()
+    until(lambda: len(dict(publisher._end.leases())) == 2, "a lease of each")
+    assert any(name.endswith(f"-{port}") for name in dict(publisher._end.leases()))
 
 
 def test_a_site_fetches_each_byte_once(tmp_path: Path, stack: ExitStack) -> None:

@@ -108,6 +108,8 @@ class CheckpointEngine:
         self._prove(kept)
         self._audited = None
         description.digest.CopyFrom(kept.digest.to_proto())
+        if kept.adapter is not None:
+            description.adapter_base.CopyFrom(kept.adapter.base_digest)
         return description
 
     def _intact(self, kept: Kept) -> bool:
@@ -222,7 +224,11 @@ class CheckpointEngine:
         """Nothing to do: an engine that loads a checkpoint drops its caches itself, as ``on_commit`` demands."""
 
     def announce(self, version: common_pb2.VersionId) -> None:
-        """Nothing to do: the folder's weight_sync.json names the version, and ``on_commit`` told it."""
+        """Says in weight_sync.json which version the folder is, where it was found to hold another one's bits."""
+        served = self._served is self.mirror.current
+        self.mirror.rename(version.run_id, version.number)
+        if served:
+            self._served = self.mirror.current
 
     def close(self) -> None:
         """Lets another process keep the folder; the engine keeps serving."""

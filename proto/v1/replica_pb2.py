@@ -16,7 +16,7 @@ from weight_sync.proto.v1 import common_pb2 as weight__sync_dot_proto_dot_v1_dot
 from weight_sync.proto.v1 import contract_pb2 as weight__sync_dot_proto_dot_v1_dot_contract__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"weight_sync/proto/v1/replica.proto\x12\x0eweight_sync.v1\x1a!weight_sync/proto/v1/common.proto\x1a#weight_sync/proto/v1/contract.proto\"\xd2\x03\n\x11\x45ngineDescription\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04view\x18\x03 \x01(\t\x12+\n\x07tensors\x18\x04 \x03(\x0b\x32\x1a.weight_sync.v1.TensorSpec\x12\x15\n\x08\x63omplete\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12&\n\x06\x64igest\x18\x06 \x01(\x0b\x32\x16.weight_sync.v1.Digest\x12#\n\x05\x66orms\x18\x07 \x03(\x0e\x32\x14.weight_sync.v1.Form\x12\x33\n\x08\x63ontract\x18\x08 \x01(\x0b\x32!.weight_sync.v1.ExecutionContract\x12\x0c\n\x04rank\x18\t \x01(\r\x12\x12\n\nworld_size\x18\n \x01(\r\x12\x0c\n\x04host\x18\x0b \x01(\t\x12\x41\n\x08versions\x18\x0c \x03(\x0b\x32/.weight_sync.v1.EngineDescription.VersionsEntry\x12\x17\n\x0f\x63hanges_tensors\x18\r \x01(\x08\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0b\n\t_complete\"V\n\x07Timings\x12\r\n\x05\x66\x65tch\x18\x01 \x01(\x01\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\x01\x12\r\n\x05pause\x18\x03 \x01(\x01\x12\r\n\x05\x61pply\x18\x04 \x01(\x01\x12\x0e\n\x06verify\x18\x05 \x01(\x01\"\xfd\x02\n\x0f\x41\x63knowledgement\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12*\n\x07version\x18\x02 \x01(\x0b\x32\x19.weight_sync.v1.VersionId\x12\x0c\n\x04view\x18\x03 \x01(\t\x12+\n\x05state\x18\x04 \x01(\x0e\x32\x1c.weight_sync.v1.ReplicaState\x12&\n\x06\x64igest\x18\x05 \x01(\x0b\x32\x16.weight_sync.v1.Digest\x12(\n\x07timings\x18\x06 \x01(\x0b\x32\x17.weight_sync.v1.Timings\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12\x14\n\x0csent_unix_ms\x18\x08 \x01(\x03\x12\x15\n\rfetched_bytes\x18\t \x01(\x04\x12,\n\tfollowers\x18\n \x03(\x0b\x32\x19.weight_sync.v1.Followers\x12\x33\n\x08\x63ontract\x18\x0b \x01(\x0b\x32!.weight_sync.v1.ExecutionContract\"\x82\x01\n\tFollowers\x12*\n\x07version\x18\x01 \x01(\x0b\x32\x19.weight_sync.v1.VersionId\x12+\n\x05state\x18\x02 \x01(\x0e\x32\x1c.weight_sync.v1.ReplicaState\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"V\n\x05Lease\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12*\n\x07version\x18\x02 \x01(\x0b\x32\x19.weight_sync.v1.VersionId\x12\r\n\x05ttl_s\x18\x03 \x01(\r*\xd0\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17REPLICA_STATE_ATTACHING\x10\x01\x12\x19\n\x15REPLICA_STATE_SERVING\x10\x02\x12\x19\n\x15REPLICA_STATE_STAGING\x10\x03\x12\x18\n\x14REPLICA_STATE_FENCED\x10\x04\x12\x1a\n\x16REPLICA_STATE_IN_DOUBT\x10\x05\x12\x18\n\x14REPLICA_STATE_CLOSED\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"weight_sync/proto/v1/replica.proto\x12\x0eweight_sync.v1\x1a!weight_sync/proto/v1/common.proto\x1a#weight_sync/proto/v1/contract.proto\"\x80\x04\n\x11\x45ngineDescription\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04view\x18\x03 \x01(\t\x12+\n\x07tensors\x18\x04 \x03(\x0b\x32\x1a.weight_sync.v1.TensorSpec\x12\x15\n\x08\x63omplete\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12&\n\x06\x64igest\x18\x06 \x01(\x0b\x32\x16.weight_sync.v1.Digest\x12#\n\x05\x66orms\x18\x07 \x03(\x0e\x32\x14.weight_sync.v1.Form\x12\x33\n\x08\x63ontract\x18\x08 \x01(\x0b\x32!.weight_sync.v1.ExecutionContract\x12\x0c\n\x04rank\x18\t \x01(\r\x12\x12\n\nworld_size\x18\n \x01(\r\x12\x0c\n\x04host\x18\x0b \x01(\t\x12\x41\n\x08versions\x18\x0c \x03(\x0b\x32/.weight_sync.v1.EngineDescription.VersionsEntry\x12\x17\n\x0f\x63hanges_tensors\x18\r \x01(\x08\x12,\n\x0c\x61\x64\x61pter_base\x18\x0e \x01(\x0b\x32\x16.weight_sync.v1.Digest\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0b\n\t_complete\"V\n\x07Timings\x12\r\n\x05\x66\x65tch\x18\x01 \x01(\x01\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\x01\x12\r\n\x05pause\x18\x03 \x01(\x01\x12\r\n\x05\x61pply\x18\x04 \x01(\x01\x12\x0e\n\x06verify\x18\x05 \x01(\x01\"\xfd\x02\n\x0f\x41\x63knowledgement\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12*\n\x07version\x18\x02 \x01(\x0b\x32\x19.weight_sync.v1.VersionId\x12\x0c\n\x04view\x18\x03 \x01(\t\x12+\n\x05state\x18\x04 \x01(\x0e\x32\x1c.weight_sync.v1.ReplicaState\x12&\n\x06\x64igest\x18\x05 \x01(\x0b\x32\x16.weight_sync.v1.Digest\x12(\n\x07timings\x18\x06 \x01(\x0b\x32\x17.weight_sync.v1.Timings\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12\x14\n\x0csent_unix_ms\x18\x08 \x01(\x03\x12\x15\n\rfetched_bytes\x18\t \x01(\x04\x12,\n\tfollowers\x18\n \x03(\x0b\x32\x19.weight_sync.v1.Followers\x12\x33\n\x08\x63ontract\x18\x0b \x01(\x0b\x32!.weight_sync.v1.ExecutionContract\"\x82\x01\n\tFollowers\x12*\n\x07version\x18\x01 \x01(\x0b\x32\x19.weight_sync.v1.VersionId\x12+\n\x05state\x18\x02 \x01(\x0e\x32\x1c.weight_sync.v1.ReplicaState\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"V\n\x05Lease\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12*\n\x07version\x18\x02 \x01(\x0b\x32\x19.weight_sync.v1.VersionId\x12\r\n\x05ttl_s\x18\x03 \x01(\r*\xd0\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17REPLICA_STATE_ATTACHING\x10\x01\x12\x19\n\x15REPLICA_STATE_SERVING\x10\x02\x12\x19\n\x15REPLICA_STATE_STAGING\x10\x03\x12\x18\n\x14REPLICA_STATE_FENCED\x10\x04\x12\x1a\n\x16REPLICA_STATE_IN_DOUBT\x10\x05\x12\x18\n\x14REPLICA_STATE_CLOSED\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -25,18 +25,18 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
   _globals['_ENGINEDESCRIPTION_VERSIONSENTRY']._options = None
   _globals['_ENGINEDESCRIPTION_VERSIONSENTRY']._serialized_options = b'8\001'
-  _globals['_REPLICASTATE']._serialized_start=1289
-  _globals['_REPLICASTATE']._serialized_end=1497
+  _globals['_REPLICASTATE']._serialized_start=1335
+  _globals['_REPLICASTATE']._serialized_end=1543
   _globals['_ENGINEDESCRIPTION']._serialized_start=127
-  _globals['_ENGINEDESCRIPTION']._serialized_end=593
-  _globals['_ENGINEDESCRIPTION_VERSIONSENTRY']._serialized_start=533
-  _globals['_ENGINEDESCRIPTION_VERSIONSENTRY']._serialized_end=580
-  _globals['_TIMINGS']._serialized_start=595
-  _globals['_TIMINGS']._serialized_end=681
-  _globals['_ACKNOWLEDGEMENT']._serialized_start=684
-  _globals['_ACKNOWLEDGEMENT']._serialized_end=1065
-  _globals['_FOLLOWERS']._serialized_start=1068
-  _globals['_FOLLOWERS']._serialized_end=1198
-  _globals['_LEASE']._serialized_start=1200
-  _globals['_LEASE']._serialized_end=1286
+  _globals['_ENGINEDESCRIPTION']._serialized_end=639
+  _globals['_ENGINEDESCRIPTION_VERSIONSENTRY']._serialized_start=579
+  _globals['_ENGINEDESCRIPTION_VERSIONSENTRY']._serialized_end=626
+  _globals['_TIMINGS']._serialized_start=641
+  _globals['_TIMINGS']._serialized_end=727
+  _globals['_ACKNOWLEDGEMENT']._serialized_start=730
+  _globals['_ACKNOWLEDGEMENT']._serialized_end=1111
+  _globals['_FOLLOWERS']._serialized_start=1114
+  _globals['_FOLLOWERS']._serialized_end=1244
+  _globals['_LEASE']._serialized_start=1246
+  _globals['_LEASE']._serialized_end=1332
 # @@protoc_insertion_point(module_scope)

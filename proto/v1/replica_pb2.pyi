@@ -26,7 +26,7 @@ REPLICA_STATE_IN_DOUBT: ReplicaState
 REPLICA_STATE_CLOSED: ReplicaState
 
 class EngineDescription(_message.Message):
-    __slots__ = ("engine_id", "kind", "view", "tensors", "complete", "digest", "forms", "contract", "rank", "world_size", "host", "versions", "changes_tensors")
+    __slots__ = ("engine_id", "kind", "view", "tensors", "complete", "digest", "forms", "contract", "rank", "world_size", "host", "versions", "changes_tensors", "adapter_base")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class EngineDescription(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     CHANGES_TENSORS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_BASE_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     kind: str
     view: str
@@ -60,7 +61,8 @@ class EngineDescription(_message.Message):
     host: str
     versions: _containers.ScalarMap[str, str]
     changes_tensors: bool
-    def __init__(self, engine_id: _Optional[str] = ..., kind: _Optional[str] = ..., view: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[_common_pb2.TensorSpec, _Mapping]]] = ..., complete: bool = ..., digest: _Optional[_Union[_common_pb2.Digest, _Mapping]] = ..., forms: _Optional[_Iterable[_Union[_common_pb2.Form, str]]] = ..., contract: _Optional[_Union[_contract_pb2.ExecutionContract, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ..., changes_tensors: bool = ...) -> None: ...
+    adapter_base: _common_pb2.Digest
+    def __init__(self, engine_id: _Optional[str] = ..., kind: _Optional[str] = ..., view: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[_common_pb2.TensorSpec, _Mapping]]] = ..., complete: bool = ..., digest: _Optional[_Union[_common_pb2.Digest, _Mapping]] = ..., forms: _Optional[_Iterable[_Union[_common_pb2.Form, str]]] = ..., contract: _Optional[_Union[_contract_pb2.ExecutionContract, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ..., changes_tensors: bool = ..., adapter_base: _Optional[_Union[_common_pb2.Digest, _Mapping]] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("fetch", "decode", "pause", "apply", "verify")

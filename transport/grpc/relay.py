@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import socket
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ from weight_sync.transport.file.store import Store
 from weight_sync.transport.grpc.reading import Reading
 from weight_sync.transport.grpc.returns import Receipts, Returns
 
-__all__ = ["RelayReturns", "is_news", "summary", "told_in"]
+__all__ = ["RelayReturns", "is_news", "relay_name", "summary", "told_in"]
 
 _FORWARD_S = 0.25  # longest time that an acknowledgement which is news waits for others
 _COUNTS_S = 10.0  # longest time that mere counts wait: the trainer need not hear of every replica of a site
@@ -128,13 +127,22 @@ def told_in(
     return 0.0 if is_news(before, told) else max(0.0, changed_at + _COUNTS_S - now)
 
 
+def relay_name(host: str, port: int, process: int) -> str:
+    """The name of a relay that was given none: of a machine's relays each has its own, and keeps it over restarts where it
+    listens at a port that was chosen. Two of one name would overwrite each other's lease, and what one still reads could
+    be collected. Pure.
+    """
+    plain = re.sub(r"[^A-Za-z0-9-]", "-", host).strip("-")[:64] or "host"
+    return f"relay-{plain}-{port or f'p{process}'}"
+
+
 class RelayReturns(Returns):
     """Children's leases and acknowledgements are this relay's own; the far side hears of one replica, now and then."""
 
     def __init__(self, reading: Reading, config: Config, spool: Path) -> None:
         self._reading = reading
-        host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname()).strip("-")[:64] or "host"
-        self.relay_id = config.replica_id or f"relay-{host}"
+        assert config.replica_id is not None, "a relay has a name"
+        self.relay_id = config.replica_id
         self._ttl_s = config.lease_ttl_s
         self._sites: dict[str, _Site] = {}
         self._fresh = asyncio.Event()

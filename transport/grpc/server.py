@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import shutil
+import socket
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -31,7 +33,7 @@ from weight_sync.transport.grpc.limits import RateLimit, machine_of
 from weight_sync.transport.grpc.metrics import Metrics, Page
 from weight_sync.transport.grpc.publishing import Publishing
 from weight_sync.transport.grpc.reading import Reading
-from weight_sync.transport.grpc.relay import RelayReturns
+from weight_sync.transport.grpc.relay import RelayReturns, relay_name
 from weight_sync.transport.grpc.returns import Inbox, Returns, StoreReturns
 from weight_sync.transport.grpc.security import Guard, server_credentials
 from weight_sync.transport.grpc.service import Service
@@ -66,6 +68,8 @@ class Server:
         if reason is not None:
             raise ConfigError(f"not listening: {reason}", field="weight_sync.listen", found=str(self._asked),
                               do="set tls.cert, tls.key and auth.tokens, or insecure: true in a trusted network")  # fmt: skip
+        if relay and config.replica_id is None:
+            self._config = config.replace(replica_id=relay_name(socket.gethostname(), self._asked.port, os.getpid()))
         self.address: Address = self._asked
         self.metrics = Metrics()
         self.page: Page | None = None

@@ -120,8 +120,9 @@ class SiteCopy:
         assert config.mirror is not None
         self._made = made
         self._engine = _Folder(Mirror(config.mirror, config.base, config.threads), self._take)
-        relay = config.replica_id or "relay"
-        self._replica = Replica(config.replace(replica_id=f"{relay}-copy", take="compact"), transport, self._engine)
+        self._replica = Replica(
+            config.replace(replica_id=f"{config.replica_id}-copy", take="compact"), transport, self._engine
+        )
         self._at: tuple[str, int] | None = None  # run and number
         self._failing = False
         self._news = threading.Condition()
