@@ -38,7 +38,8 @@ from weight_sync.codec.machine import (
 
 __all__ = ["BLOCK", "SHELF", "count_blocks", "find_blocks", "scan_blocks", "window"]
 
-SHELF = 16 * BLOCK  # elements at a time, which stay in the first-level cache
+SHELF = 16 * BLOCK  # elements between which a frame may end
+_SHELF = 8 * BLOCK  # elements at a time; with those fetched meanwhile they stay in the first-level cache
 _SIZE = 16  # classes in the window
 _SAMPLES = 32  # words looked at to choose it
 _AHEAD = 16  # changes of a class, whose numbers the processor does not fetch by itself
@@ -71,21 +72,27 @@ def _scratch() -> Any:
     """For a shelf: the slot of each element; per block a row of how many of each class come before it in the shelf, and
     one for the end; the elements outside the window.
     """
-    return np.empty(SHELF, np.uint8), np.zeros((SHELF // BLOCK + 1) * _SIZE, np.uint16), np.empty(SHELF + 1, np.uint32)
+    return (
+        np.empty(_SHELF, np.uint8),
+        np.zeros((_SHELF // BLOCK + 1) * _SIZE, np.uint16),
+        np.empty(_SHELF + 1, np.uint32),
+    )
 
 
 @inlined
-def _prepare(rule: Any, old: Any, start: Any, stop: Any, lo: Any, slots: Any, rows: Any) -> Any:
+def _prepare(rule: Any, old: Any, new: Any, start: Any, stop: Any, lo: Any, slots: Any, rows: Any) -> Any:
     """Fills the scratch for the whole blocks [start, stop), at most a shelf. No branch here depends on the data.
     Returns a bit per block, set when it has elements outside the window.
 
-    Asks for the next shelf meanwhile, or memory and core would wait for each other in turn.
+    Asks for the next shelf meanwhile, or memory and core would wait for each other in turn; ``new`` is what else will
+    be read of it, if anything.
     """
     outside = uint64(0)
     for block in range((stop - start) // BLOCK):
-        fetch256(old, stop + block * BLOCK)
         found = slots256(rule, old, start + block * BLOCK, uint64(lo), slots, block * BLOCK, rows, block)
         outside |= found << uint64(block)
+        fetch256(old, stop + block * BLOCK)
+        fetch256(new, stop + block * BLOCK)
     return outside
 
 
@@ -106,11 +113,11 @@ def _list_rare(slots: Any, blocks: Any, rare: Any) -> Any:
 
 
 @inlined
-def _count_shelf(rule: Any, old: Any, start: Any, stop: Any, base: Any, positions: Any, at: Any, end: Any, lo: Any,
-                 slots: Any, rows: Any, rare: Any, since: Any, keys: Any, gaps: Any) -> None:  # fmt: skip
+def _count_shelf(rule: Any, old: Any, new: Any, start: Any, stop: Any, base: Any, positions: Any, at: Any, end: Any,
+                 lo: Any, slots: Any, rows: Any, rare: Any, since: Any, keys: Any, gaps: Any) -> None:  # fmt: skip
     """Whole blocks [start, stop), at most a shelf, whose changes are entries [at, end)."""
     shift, mask = constants(rule)
-    outside = _prepare(rule, old, start, stop, lo, slots, rows)
+    outside = _prepare(rule, old, new, start, stop, lo, slots, rows)
     many = _list_rare(slots, outside, rare) if outside != uint64(0) else uint64(0)
     r = uint64(0)
     for i in range(uint64(at), uint64(end)):
@@ -151,13 +158,11 @@ def scan_blocks(rule: Any, old: Any, new: Any, base: Any, flip: Any, positions: 
     whole = len(old) // BLOCK * BLOCK
     i = 0
     while i < whole:
-        stop = min(i + SHELF, whole)
-        if n + stop - i > limit:
+        if i % SHELF == 0 and n + min(SHELF, len(old) - i) > limit:
             break
-        for block in range(i, stop, BLOCK):
-            fetch256(new, block + SHELF)
+        stop = min(i + _SHELF, whole)
         end = compare(old, new, i, stop, base, flip, positions, steps, old_bits, n)
-        _count_shelf(rule, old, i, stop, base, positions, n, end, lo, slots, rows, rare, since, keys, gaps)
+        _count_shelf(rule, old, new, i, stop, base, positions, n, end, lo, slots, rows, rare, since, keys, gaps)
         n = end
         i = stop
     return n, i
@@ -169,12 +174,12 @@ def count_blocks(rule: Any, old: Any, base: Any, positions: Any, at: Any, end: A
     """Counts the whole blocks of a region whose changes are entries [at, end). Returns the first entry behind them."""
     slots, rows, rare = _scratch()
     whole = len(old) // BLOCK * BLOCK
-    for i in range(0, whole, SHELF):
-        stop = min(i + SHELF, whole)
+    for i in range(0, whole, _SHELF):
+        stop = min(i + _SHELF, whole)
         until = at
         while until < end and int64(positions[until]) < base + stop:
             until += 1
-        _count_shelf(rule, old, i, stop, base, positions, at, until, lo, slots, rows, rare, since, keys, gaps)
+        _count_shelf(rule, old, old, i, stop, base, positions, at, until, lo, slots, rows, rare, since, keys, gaps)
         at = until
     return at
 
@@ -217,7 +222,7 @@ def _place(slots: Any, rows: Any, due: Any, many: Any) -> None:
         entry = due[i]
         rank, j = entry & uint64(0xFFFF), (entry >> uint64(16)) & uint64(0xFF)
         block = uint64(0)
-        for half in (8, 4, 2, 1):
+        for half in (4, 2, 1):
             block += uint64(half) * uint64(uint64(rows[(block + uint64(half)) * size + j]) <= rank)
         due[i] = (entry | (block << uint64(24))) - uint64(rows[block * size + j])
     for i in range(uint64(many)):
@@ -254,16 +259,16 @@ def find_blocks(rule: Any, old: Any, base: Any, left: Any, head: Any, tail: Any,
         return out, 0
     shift, mask = constants(rule)
     slots, rows, rare = _scratch()
-    due = np.empty(SHELF, np.uint64)
-    number = np.empty(SHELF, np.uint32)
-    hits = np.zeros(SHELF // 64, np.uint64)
+    due = np.empty(_SHELF, np.uint64)
+    number = np.empty(_SHELF, np.uint32)
+    hits = np.zeros(_SHELF // 64, np.uint64)
     whole = len(old) // BLOCK * BLOCK
-    for start in range(0, whole, SHELF):
-        stop = min(start + SHELF, whole)
-        outside = _prepare(rule, old, start, stop, lo, slots, rows)
+    for start in range(0, whole, _SHELF):
+        stop = min(start + _SHELF, whole)
+        outside = _prepare(rule, old, old, start, stop, lo, slots, rows)
         last = (stop - start) // BLOCK
         many = _list_due(rows, last, lo, left, head, tail, values, due)
-        if last < SHELF // BLOCK:
+        if last < _SHELF // BLOCK:
             rows[last * _SIZE :] = _NOWHERE
         _place(slots, rows, due, many)
         words = uint64(0)
