@@ -200,14 +200,15 @@ def _list_due(rows: Any, last: Any, lo: Any, left: Any, head: Any, tail: Any, va
         c = uint64(lo) + j
         total = uint64(rows[uint64(last) * uint64(_SIZE) + j])
         rank = uint64(left[c])
-        k, stop = uint64(head[c]), uint64(tail[c])
-        while rank < total:
-            due[m] = (k << uint64(32)) | (j << uint64(16)) | rank
-            m += uint64(1)
-            k += uint64(1)
-            prefetch(values, k + uint64(_AHEAD))
-            rank += uint64(1) + _gap(values, k, stop)
-        head[c] = k
+        if rank < total:
+            k, stop = uint64(head[c]), uint64(tail[c])
+            while rank < total:
+                due[m] = (k << uint64(32)) | (j << uint64(16)) | rank
+                m += uint64(1)
+                k += uint64(1)
+                prefetch(values, k + uint64(_AHEAD))
+                rank += uint64(1) + _gap(values, k, stop)
+            head[c] = k
         left[c] = rank - total
     return m
 
