@@ -22,7 +22,7 @@ import numpy.typing as npt
 from numba import int64, uint64
 
 from weight_sync.codec.classrule import CLASSES, class_rule, constants
-from weight_sync.codec.classvector import BLOCK, SHELF, count_blocks, scan_blocks, window
+from weight_sync.codec.classvector import BLOCK, CUT, count_blocks, scan_blocks, window
 from weight_sync.codec.diff import ChangeBuffer, compare
 from weight_sync.codec.machine import kernel
 from weight_sync.codec.ordered import flip_of
@@ -221,7 +221,7 @@ def _scan(rule: Any, old: Any, new: Any, base: Any, flip: Any, positions: Any, s
     low, pays = window(rule, old)
     if lanes == 1 and pays:
         n, i = scan_blocks(rule, old, new, base, flip, positions, steps, old_bits, n, limit, low, since[0], keys, gaps)
-    apart = SHELF if lanes == 1 else TILE
+    apart = CUT if lanes == 1 else TILE
     while i < len(old):
         stop = min(i + apart, len(old))
         if n + stop - i > limit:

@@ -36,9 +36,9 @@ from weight_sync.codec.machine import (
     slots256,
 )
 
-__all__ = ["BLOCK", "SHELF", "count_blocks", "find_blocks", "scan_blocks", "window"]
+__all__ = ["BLOCK", "CUT", "count_blocks", "find_blocks", "scan_blocks", "window"]
 
-SHELF = 16 * BLOCK  # elements between which a frame may end
+CUT = 16 * BLOCK  # elements between which a frame may end
 _SHELF = 8 * BLOCK  # elements at a time; with those fetched meanwhile they stay in the first-level cache
 _SIZE = 16  # classes in the window
 _SAMPLES = 32  # words looked at to choose it
@@ -158,7 +158,7 @@ def scan_blocks(rule: Any, old: Any, new: Any, base: Any, flip: Any, positions: 
     whole = len(old) // BLOCK * BLOCK
     i = 0
     while i < whole:
-        if i % SHELF == 0 and n + min(SHELF, len(old) - i) > limit:
+        if i % CUT == 0 and n + min(CUT, len(old) - i) > limit:
             break
         stop = min(i + _SHELF, whole)
         end = compare(old, new, i, stop, base, flip, positions, steps, old_bits, n)
