@@ -98,23 +98,44 @@ def test_only_large_frames_of_bytes_are_cut_into_lanes():
 
 MACHINE = """
 import numpy as np
-from weight_sync.codec.machine import count4, kernel, nth_bit
+from weight_sync.codec.machine import SLOT, before256, high_mask64, kernel, nth_bit, slots256
 
 @kernel
-def four(a, start, value):
-    return count4(a, start, value)
+def slots_of(rule, a, low):
+    slots, rows = np.zeros(300, np.uint8), np.full(48, 7, np.uint16)
+    outside = slots256(rule, a, 40, low, slots, 9, rows, 1)
+    return slots, rows, outside
+
+@kernel
+def before(slots, start, end, slot):
+    return before256(slots, start, end, slot)
+
+@kernel
+def high(slots, start):
+    return high_mask64(slots, start)
 
 @kernel
 def nth(mask, rank):
     return nth_bit(mask, rank)
 
 rng = np.random.default_rng(0)
-for spread in (1, 6, 256):
-    a = rng.integers(0, spread, 300, np.uint8)
-    for value in (0, 2, 254):
-        packed = int(four(a, 40, np.uint64(value)))
-        want = [int((a[40:296] == (value + k) % 256).sum()) for k in range(4)]
-        assert [packed >> 16 * k & 0xFFFF for k in range(4)] == want, (spread, value)
+for width, shift, bits in ((1, 0, 8), (2, 7, 8), (2, 10, 5), (4, 23, 8), (8, 55, 8)):
+    for first, spread in ((0, 1), (3, 16), (20, 9), (0, 256), (239, 17)):
+        classes = ((first + rng.integers(0, spread, 300)) % (1 << bits)).astype(np.uint64)
+        noise = rng.integers(0, 1 << 63, 300, np.uint64) & ~np.uint64(((1 << bits) - 1) << shift)
+        a = (noise | (classes << np.uint64(shift))).astype(f"u{width}")
+        for low in (0, 3, 112, 240):
+            slots, rows, outside = slots_of(((0,) * shift, (0,) * bits), a, np.uint64(low))
+            place = classes[40:296].astype(int) - low
+            inside = (place >= 0) & (place < 16)
+            assert int(outside) == (not inside.all())
+            assert (slots[9:265][inside] == SLOT + place[inside]).all() and (slots[9:265][~inside] >= 0x80).all()
+            assert not slots[:9].any() and not slots[265:].any()
+            assert rows[32:].tolist() == [7 + int((place == k).sum()) for k in range(16)] and (rows[:32] == 7).all()
+            assert [int(high(slots, 9)) >> k & 1 for k in range(64)] == (~inside[:64]).tolist()
+            for end in (0, 1, 31, 32, 200, 255):
+                want = int((place[:end] == 5).sum())
+                assert int(before(slots, 9, np.uint64(end), np.uint64(SLOT + 5))) == want
 for mask in (1, 1 << 63, (1 << 64) - 1, *(int(x) for x in rng.integers(1, 1 << 63, 20, np.uint64))):
     places = [k for k in range(64) if mask >> k & 1]
     assert [int(nth(np.uint64(mask), np.uint64(k))) for k in range(len(places))] == places

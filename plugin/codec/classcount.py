@@ -22,7 +22,7 @@ import numpy.typing as npt
 from numba import int64, uint64
 
 from weight_sync.codec.classrule import CLASSES, class_rule, constants
-from weight_sync.codec.classvector import BLOCK, SHELF, count_blocks, scratch, window
+from weight_sync.codec.classvector import BLOCK, CUT, count_blocks, scan_blocks, window
 from weight_sync.codec.diff import ChangeBuffer, compare
 from weight_sync.codec.machine import kernel
 from weight_sync.codec.ordered import flip_of
@@ -185,36 +185,13 @@ def _walk4(
 
 
 @kernel
-def _walk(
-    rule: Any,
-    old: Any,
-    new: Any,
-    start: Any,
-    stop: Any,
-    base: Any,
-    positions: Any,
-    at: Any,
-    end: Any,
-    lanes: Any,
-    low: Any,
-    size: Any,
-    room: Any,
-    since: Any,
-    keys: Any,
-    gaps: Any,
-) -> None:
-    """Elements [start, stop), at most a tile or, with one lane, a shelf; their changes are entries [at, end)."""
+def _walk(rule: Any, old: Any, start: Any, stop: Any, base: Any, positions: Any, at: Any, end: Any, lanes: Any,
+          since: Any, keys: Any, gaps: Any) -> None:  # fmt: skip
+    """Elements [start, stop), at most a tile; their changes are entries [at, end)."""
     if lanes == 4 and stop - start == TILE:
         _walk4(rule, old, start, base, positions, at, end, since, keys, gaps)
-        return
-    if lanes == 1 and size:
-        whole = stop - (stop - start) % BLOCK
-        until = at
-        while until < end and int64(positions[until]) < base + whole:
-            until += 1
-        count_blocks(rule, old, new, start, whole, base, positions, at, until, low, size, room, since[0], keys, gaps)
-        start, at = whole, until
-    _walk1(rule, old, start, stop, base, positions, at, end, lanes - 1, lanes, since, keys, gaps)
+    else:
+        _walk1(rule, old, start, stop, base, positions, at, end, lanes - 1, lanes, since, keys, gaps)
 
 
 @kernel
@@ -222,45 +199,35 @@ def _count(
     rule: Any, old: Any, base: Any, positions: Any, at: Any, end: Any, lanes: Any, since: Any, keys: Any, gaps: Any
 ) -> None:
     """One region."""
-    low, size = window(rule, old)
-    room = scratch()
-    apart = SHELF if lanes == 1 else TILE
-    for i in range(0, len(old), apart):
-        until = min(i + apart, len(old))
+    i = 0
+    low, pays = window(rule, old)
+    if lanes == 1 and pays:
+        at = count_blocks(rule, old, base, positions, at, end, low, since[0], keys, gaps)
+        i = len(old) // BLOCK * BLOCK
+    while i < len(old):
+        until = min(i + TILE, len(old))
         stop = at
         while stop < end and int64(positions[stop]) < base + until:
             stop += 1
-        _walk(rule, old, old, i, until, base, positions, at, stop, lanes, low, size, room, since, keys, gaps)
+        _walk(rule, old, i, until, base, positions, at, stop, lanes, since, keys, gaps)
         at = stop
+        i = until
 
 
 @kernel
-def _scan(
-    rule: Any,
-    old: Any,
-    new: Any,
-    base: Any,
-    flip: Any,
-    positions: Any,
-    steps: Any,
-    old_bits: Any,
-    n: Any,
-    limit: Any,
-    lanes: Any,
-    since: Any,
-    keys: Any,
-    gaps: Any,
-) -> Any:
-    low, size = window(rule, old)
-    room = scratch()
-    apart = SHELF if lanes == 1 else TILE
+def _scan(rule: Any, old: Any, new: Any, base: Any, flip: Any, positions: Any, steps: Any, old_bits: Any, n: Any,
+          limit: Any, lanes: Any, since: Any, keys: Any, gaps: Any) -> Any:  # fmt: skip
     i = 0
+    low, pays = window(rule, old)
+    if lanes == 1 and pays:
+        n, i = scan_blocks(rule, old, new, base, flip, positions, steps, old_bits, n, limit, low, since[0], keys, gaps)
+    apart = CUT if lanes == 1 else TILE
     while i < len(old):
         stop = min(i + apart, len(old))
         if n + stop - i > limit:
             return n, i
         end = compare(old, new, i, stop, base, flip, positions, steps, old_bits, n)
-        _walk(rule, old, new, i, stop, base, positions, n, end, lanes, low, size, room, since, keys, gaps)
+        _walk(rule, old, i, stop, base, positions, n, end, lanes, since, keys, gaps)
         n = end
         i = stop
     return n, i

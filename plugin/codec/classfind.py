@@ -159,7 +159,7 @@ def find_changes(
     head: npt.NDArray[np.int64],
     tail: npt.NDArray[np.int64],
     values: npt.NDArray[np.uint32],
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
     """Positions, ascending, and the number of each change in the order of classes.
 
     Args:
@@ -172,16 +172,16 @@ def find_changes(
         at = np.cumsum((values >> 1).astype(np.int64) + 1) - 1
         if not len(at) or at[-1] < sum(map(len, old)):
             head[:] = tail
-        return at.astype(np.uint32), np.arange(len(values))
+        return at.astype(np.uint32), np.arange(len(values), dtype=np.uint32)
     left = np.full(head.shape, NEVER, np.int32)
     live = head < tail
     left[live] = (values[head[live]] >> 1).astype(np.int32)
     counts = (tail - head).sum(axis=1)
     room = np.cumsum(counts) - counts
     lane_positions = np.empty(len(values), np.uint32)
-    lane_order = np.empty(len(values), np.int64)
+    lane_order = np.empty(len(values), np.uint32)
     positions = np.empty(len(values) + 1, np.uint32)
-    order = np.empty(len(values) + 1, np.int64)
+    order = np.empty(len(values) + 1, np.uint32)
     n = base = 0
     for region in old:
         n = int(

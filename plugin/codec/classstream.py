@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weight_sync.codec import intstream
+from weight_sync.codec.intstream import join_bits
 from weight_sync.codec.machine import kernel
 from weight_sync.codec.stepform import Cursor
 from weight_sync.errors import FormatError
@@ -104,25 +105,41 @@ def encode_classes(runs: Sequence[npt.NDArray[Any]], spread: bool = True) -> tup
     return header, parts
 
 
+@kernel
+def _join_classes(symbols: Any, low: Any, end: Any, members: Any, low_bits: Any, starts: Any, out: Any) -> Any:
+    """The lists of one group, each to its place; whether its bits name numbers."""
+    at = bit = 0
+    for i in members:
+        count = starts[i + 1] - starts[i]
+        bit = join_bits(symbols[at : at + count], low, bit, end, low_bits[i], out[starts[i] : starts[i + 1]])
+        if bit < 0:
+            return False
+        at += count
+    return True
+
+
 def decode_classes(
     header: shard_pb2.ClassStreams, cursor: Cursor, counts: Sequence[int], dtype: Any, what: str
-) -> list[npt.NDArray[Any]]:
-    """One list per class, as long as ``counts`` says. Raises FormatError when the header does not fit."""
-    if not len(header.low_bits) == len(header.groups) == len(counts) or max(header.groups, default=-1) >= len(
-        header.streams
-    ):
-        raise FormatError("tables of classes disagree", field=what, found=len(header.groups), expected=len(counts))
-    out = [np.empty(count, dtype) for count in counts]
+) -> npt.NDArray[Any]:
+    """The lists of all classes, one after the other, each as long as ``counts`` says. Raises FormatError when the header
+    does not fit.
+    """
+    low_bits, groups = (np.frombuffer(table, np.uint8) for table in (header.low_bits, header.groups))
+    if not len(low_bits) == len(groups) == len(counts) or (groups >= len(header.streams)).any():
+        raise FormatError("tables of classes disagree", field=what, found=len(groups), expected=len(counts))
+    if low_bits.max(initial=0) > 56:
+        raise FormatError(
+            "more raw bits than a number has", field=what, found=int(low_bits.max()), expected="at most 56"
+        )
+    starts = np.cumsum([0, *counts])
+    out = np.empty(starts[-1], dtype)
     for group, stream in enumerate(header.streams):
-        members = [i for i, g in enumerate(header.groups) if g == group]
-        count = sum(counts[i] for i in members)
+        members = np.flatnonzero(groups == group)
+        count = int((starts[members + 1] - starts[members]).sum())
         if stream.count != count:
             raise FormatError("stream of classes has another count", field=what, found=stream.count, expected=count)
         symbols = intstream.unpack_symbols(stream, cursor.take(stream.symbols_size), what)
         low = intstream.spare_bytes(cursor.take(stream.bits_size))
-        at = bit = 0
-        for i in members:
-            some = symbols[at : at + counts[i]]
-            bit = intstream.join_run(some, low, bit, 8 * stream.bits_size, header.low_bits[i], out[i], what)
-            at += counts[i]
+        if not _join_classes(symbols, low, 8 * stream.bits_size, members, low_bits, starts, out):
+            raise FormatError("bits end too early or name no number", field=what, do="fetch it again")
     return out

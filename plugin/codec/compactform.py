@@ -22,7 +22,7 @@ from weight_sync.codec.classfind import find_changes
 from weight_sync.codec.classrule import CLASSES, NEVER
 from weight_sync.codec.classtable import pack_tables, unpack_tables
 from weight_sync.codec.machine import kernel
-from weight_sync.codec.stepform import Cursor, decode_large, encode_large, half_of, put_signs
+from weight_sync.codec.stepform import Cursor, decode_large, encode_large, half_of
 from weight_sync.dtypes import DType
 from weight_sync.errors import FormatError, WrongBaseError
 from weight_sync.proto.v1 import shard_pb2
@@ -116,32 +116,45 @@ def class_counts(frame: shard_pb2.Frame) -> npt.NDArray[np.int64]:
     return np.array(frame.class_counts, np.int64).reshape(n, lanes)
 
 
+@kernel
+def _merge_steps(wide: Any, counts: Any, values: Any, few: Any, sizes: Any, half: Any, out: Any) -> Any:
+    """Steps class by class, those of wide classes from their sizes; ``values`` receive the signs of wide ones. Returns
+    how many changes were done before one that makes no sense.
+    """
+    n = narrow = done = 0
+    for i in range(len(counts)):
+        for _ in range(counts[i]):
+            if not wide[i]:
+                out[n] = few[narrow]
+                narrow += 1
+            else:
+                size = uint64(sizes[done])
+                if size >> uint64(1) >= half or values[n] > NEVER:
+                    return n
+                minus = size & uint64(1)
+                values[n] = (values[n] << uint32(1)) | uint32(minus)
+                out[n] = (((size >> uint64(1)) + uint64(1)) ^ (uint64(0) - minus)) + minus
+                done += 1
+            n += 1
+    return n
+
+
 def _decode_steps(
-    frame: shard_pb2.Frame, cursor: Cursor, runs: list[npt.NDArray[np.uint32]], dtype: DType
+    frame: shard_pb2.Frame, cursor: Cursor, counts: npt.NDArray[np.int64], values: npt.NDArray[np.uint32], dtype: DType
 ) -> npt.NDArray[Any]:
-    """Steps of all changes in the order of classes. ``runs`` carry the signs of narrow classes and receive those of wide."""
-    wide = [flag != 0 for flag in frame.class_wide]
-    narrow = [run for run, is_wide in zip(runs, wide, strict=True) if not is_wide]
-    few = decode_large(frame, cursor, np.concatenate(narrow) if narrow else np.empty(0, np.uint32), dtype)
-    counts = [len(run) for run, is_wide in zip(runs, wide, strict=True) if is_wide]
-    rest = iter(classstream.decode_classes(frame.class_steps, cursor, counts, np.uint64, "class_steps"))
-    out: list[npt.NDArray[Any]] = []
-    at = 0
-    for run, is_wide in zip(runs, wide, strict=True):
-        if not is_wide:
-            out.append(few[at : at + len(run)])
-            at += len(run)
-            continue
-        sizes = next(rest)
-        if len(sizes) and sizes.max() >> np.uint64(1) >= half_of(dtype):
-            raise FormatError("a step leaves its dtype", field="class_steps", found=int(sizes.max()))
-        if len(run) and run.max() > NEVER:
-            raise FormatError("a gap leaves its frame", field="class_gaps", found=int(run.max()))
-        run[:] = (run << np.uint32(1)) | (sizes & np.uint64(1)).astype(np.uint32)
-        steps = ((sizes >> np.uint64(1)) + np.uint64(1)).astype(dtype.uint)
-        put_signs(run, steps)
-        out.append(steps)
-    return np.concatenate(out) if out else np.empty(0, dtype.uint)
+    """Steps of all changes in the order of classes. ``values`` carry the signs of narrow classes and receive those of wide
+    ones; ``counts``: changes per class.
+    """
+    wide = np.frombuffer(frame.class_wide, np.uint8) != 0
+    few = decode_large(frame, cursor, values[np.repeat(~wide, counts)], dtype)
+    sizes = classstream.decode_classes(frame.class_steps, cursor, counts[wide].tolist(), np.uint64, "class_steps")
+    out = np.empty(len(values), dtype.uint)
+    done = int(_merge_steps(wide, counts, values, few, sizes, half_of(dtype), out))
+    if done < len(values):
+        raise FormatError(
+            "a step or a gap leaves its dtype or frame", field="class_steps", found=done, do="fetch it again"
+        )
+    return out
 
 
 @kernel
@@ -163,11 +176,10 @@ def decode_compact(
     cursor = Cursor(payload)
     frame = unpack_tables(frame)
     counts = class_counts(frame)
-    totals = counts.sum(axis=1).tolist()
-    runs = classstream.decode_classes(frame.class_gaps, cursor, totals, np.uint32, "class_gaps")
-    class_order_steps = _decode_steps(frame, cursor, runs, dtype)
+    totals = counts.sum(axis=1)
+    values = classstream.decode_classes(frame.class_gaps, cursor, totals.tolist(), np.uint32, "class_gaps")
+    class_order_steps = _decode_steps(frame, cursor, totals, values, dtype)
     cursor.finish()
-    values = np.concatenate(runs) if runs else np.empty(0, np.uint32)
     lanes = frame.lanes
     head = np.zeros((lanes, CLASSES), np.int64)
     tail = np.zeros((lanes, CLASSES), np.int64)

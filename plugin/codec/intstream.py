@@ -35,7 +35,7 @@ __all__ = [
     "decode",
     "decompress",
     "encode",
-    "join_run",
+    "join_bits",
     "spare_bytes",
     "pack_symbols",
     "room_for",
@@ -311,21 +311,12 @@ def decode(stream: shard_pb2.IntStream, data: memoryview, dtype: Any, what: str)
     """The list, (count,) of ``dtype``. The caller has bounded ``count``. Raises FormatError on any mismatch."""
     symbols = unpack_symbols(stream, data[: stream.symbols_size], what)
     out = np.empty(stream.count, dtype)
-    join_run(symbols, spare_bytes(data[stream.symbols_size :]), 0, 8 * stream.bits_size, stream.low_bits, out, what)
-    return out
-
-
-def join_run(
-    symbols: npt.NDArray[np.uint8], low: npt.NDArray[np.uint8], bit: int, end: int, low_bits: int,
-    out: npt.NDArray[Any], what: str,
-) -> int:  # fmt: skip
-    """`join_bits` for untrusted input. Raises FormatError."""
-    if low_bits > 56:
-        raise FormatError("more raw bits than a number has", field=what, found=low_bits, expected="at most 56")
-    after = int(join_bits(symbols, low, bit, end, low_bits, out))
-    if after < 0:
+    if stream.low_bits > 56:
+        raise FormatError("more raw bits than a number has", field=what, found=stream.low_bits, expected="at most 56")
+    low = spare_bytes(data[stream.symbols_size :])
+    if join_bits(symbols, low, 0, 8 * stream.bits_size, stream.low_bits, out) < 0:
         raise FormatError("bits end too early or name no number", field=what, do="fetch it again")
-    return after
+    return out
 
 
 def spare_bytes(data: memoryview) -> npt.NDArray[np.uint8]:

@@ -10,6 +10,7 @@ per 128 bytes, which keeps the diff bound by memory instead of by mispredicted b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,24 +21,28 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 __all__ = [
+    "BLOCK",
+    "SLOT",
+    "before256",
     "bit_length",
-    "count4",
     "ctz",
     "eq_mask64",
     "fetch256",
+    "high_mask64",
+    "inlined",
     "kernel",
     "load64",
-    "narrow64",
     "neq_mask64",
     "nth_bit",
-    "out_mask64",
     "popcount",
     "prefetch",
-    "settle16",
+    "slots256",
     "store64",
 ]
 
 
+BLOCK = 256  # elements that are counted at once
+SLOT = 0x70  # of the lowest of 16 classes
 _BYTES64 = ir.VectorType(ir.IntType(8), 64)
 
 
@@ -46,6 +51,11 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     Python's, NumPy's and Numba's integers in turn.
     """
     return numba.njit(nogil=True, cache=True, boundscheck=False)(function)
+
+
+def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Part of a kernel: its body is put where it is called, which spares a call that counts references to its arrays."""
+    return numba.njit(nogil=True, boundscheck=False, inline="always")(function)
 
 
 @intrinsic
@@ -115,10 +125,10 @@ def _popcount(typing_context: Any, value: Any) -> Any:
     return types.uint64(types.uint64), generate
 
 
-def _pointer64(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
-    """To the 64 neighbours from ``array[at]`` on, as one vector."""
+def _pointer(context: Any, builder: Any, kind: Any, array: Any, at: Any, count: int) -> Any:
+    """To ``count`` neighbours from ``array[at]`` on, as one vector."""
     data = context.make_array(kind)(context, builder, array).data
-    vector = ir.VectorType(context.get_data_type(kind.dtype), 64)
+    vector = ir.VectorType(context.get_data_type(kind.dtype), count)
     return builder.bitcast(builder.gep(data, [at]), vector.as_pointer())
 
 
@@ -135,49 +145,25 @@ def _splat(builder: Any, value: Any, vector: Any) -> Any:
 
 
 @intrinsic
-def _narrow64(typing_context: Any, rule: Any, source: Any, start: Any, out: Any, at: Any) -> Any:
-    """``out[at + k] = (source[start + k] >> shift) & mask`` for k < 64; ``out`` is uint8. The rule is two tuples, whose
-    lengths are the shift and the bits of the mask. The caller owns the bounds.
-    """
-    shift, bits = (len(part) for part in rule)
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        item = context.get_data_type(signature.args[1].dtype)
-        wide = ir.VectorType(item, 64)
-        pointer = _pointer64(context, builder, signature.args[1], args[1], args[2])
-        codes = builder.lshr(builder.load(pointer, align=item.width // 8), ir.Constant(wide, [shift] * 64))
-        classes = builder.and_(codes, ir.Constant(wide, [(1 << bits) - 1] * 64))
-        if item.width > 8:
-            classes = builder.trunc(classes, _BYTES64)
-        builder.store(classes, _pointer64(context, builder, signature.args[3], args[3], args[4]), align=1)
-        return context.get_dummy_value()
-
-    return types.void(rule, source, types.intp, out, types.intp), generate
-
-
-@intrinsic
 def _eq_mask64(typing_context: Any, a: Any, start: Any, value: Any) -> Any:
     """Bit k is set when ``a[start + k] == value``, for k < 64; ``a`` is uint8. The caller owns the bounds."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        found = builder.load(_pointer64(context, builder, signature.args[0], args[0], args[1]), align=1)
+        found = builder.load(_pointer(context, builder, signature.args[0], args[0], args[1], 64), align=1)
         return builder.bitcast(builder.icmp_unsigned("==", found, _splat(builder, args[2], _BYTES64)), ir.IntType(64))
 
     return types.uint64(a, types.intp, types.uint64), generate
 
 
 @intrinsic
-def _out_mask64(typing_context: Any, a: Any, start: Any, low: Any, size: Any) -> Any:
-    """Bit k is set when ``a[start + k]`` is not in [low, low + size), for k < 64; ``a`` is uint8, size at most 255. The
-    caller owns the bounds.
-    """
+def _high_mask64(typing_context: Any, a: Any, start: Any) -> Any:
+    """Bit k is set when ``a[start + k] >= 0x80``, for k < 64; ``a`` is uint8. The caller owns the bounds."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        found = builder.load(_pointer64(context, builder, signature.args[0], args[0], args[1]), align=1)
-        above = builder.sub(found, _splat(builder, args[2], _BYTES64))  # wraps below ``low``
-        return builder.bitcast(builder.icmp_unsigned(">=", above, _splat(builder, args[3], _BYTES64)), ir.IntType(64))
+        found = builder.load(_pointer(context, builder, signature.args[0], args[0], args[1], 64), align=1)
+        return builder.bitcast(builder.icmp_signed("<", found, ir.Constant(_BYTES64, [0] * 64)), ir.IntType(64))
 
-    return types.uint64(a, types.intp, types.uint64, types.uint64), generate
+    return types.uint64(a, types.intp), generate
 
 
 @intrinsic
@@ -188,7 +174,7 @@ def _neq_mask64(typing_context: Any, a: Any, b: Any, start: Any) -> Any:
         align = context.get_data_type(signature.args[0].dtype).width // 8
         loaded = []
         for which in (0, 1):
-            pointer = _pointer64(context, builder, signature.args[which], args[which], args[2])
+            pointer = _pointer(context, builder, signature.args[which], args[which], args[2], 64)
             loaded.append(builder.load(pointer, align=align))
         return builder.bitcast(builder.icmp_unsigned("!=", *loaded), ir.IntType(64))
 
@@ -246,97 +232,136 @@ def _prefetch(typing_context: Any, array: Any, at: Any) -> Any:
 
 
 @intrinsic
-def _count4(typing_context: Any, a: Any, start: Any, value: Any) -> Any:
-    """How many of the 256 of ``a`` (uint8) from ``start`` on equal ``value``, and how many each of the next three
-    numbers modulo 256: four counts of 16 bits, lowest first. The caller owns the bounds.
+def _slots256(
+    typing_context: Any, rule: Any, source: Any, start: Any, low: Any, slots: Any, at: Any, rows: Any, row: Any
+) -> Any:
+    """The slots of 256 elements, and how many there are of each.
+
+    An element's class is ``(source[start + k] >> shift) & mask``; the rule is two tuples, whose lengths are the shift
+    and the bits of the mask. Its slot, ``slots[at + k]`` (uint8), is ``SLOT + class - low`` for the 16 classes from
+    ``low`` on and 0x80 or more for all others. ``rows`` (uint16) has a row of 16 numbers, one per class: row number
+    ``row + 1`` becomes row number ``row`` plus what was counted. Returns 1 when a class is none of the 16, else 0.
+    The caller owns the bounds.
     """
+    shift, bits = (len(part) for part in rule)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        size = 32 if "+avx2" in context.codegen().magic_tuple()[2] else 16
-        vector = ir.VectorType(ir.IntType(8), size)
-        first = _splat(builder, args[2], vector)
+        item = context.get_data_type(signature.args[1].dtype)
+        wide, first = ir.VectorType(item, 64), _splat(builder, args[3], _BYTES64)
+        kind = ir.FunctionType(_BYTES64, [_BYTES64, _BYTES64])
+        saturate = cgutils.get_or_insert_function(builder.module, kind, "llvm.uadd.sat.v64i8")
         parts = []
-        for offset in range(0, 256, size):
-            data = context.make_array(signature.args[0])(context, builder, args[0]).data
-            at = builder.gep(data, [builder.add(args[1], ir.Constant(args[1].type, offset))])
-            found = builder.load(builder.bitcast(at, vector.as_pointer()), align=1)
-            parts.append(builder.sub(found, first))
-        return (_count4_looked_up if size == 32 else _count4_compared)(builder, parts)
+        for k in range(0, BLOCK, 64):
+            here, there = (builder.add(args[i], ir.Constant(args[i].type, k)) for i in (2, 5))
+            pointer = _pointer(context, builder, signature.args[1], args[1], here, 64)
+            codes = builder.lshr(builder.load(pointer, align=item.width // 8), ir.Constant(wide, [shift] * 64))
+            found = builder.and_(codes, ir.Constant(wide, [(1 << bits) - 1] * 64))
+            if item.width > 8:
+                found = builder.trunc(found, _BYTES64)
+            found = builder.call(saturate, [builder.sub(found, first), ir.Constant(_BYTES64, [SLOT] * 64)])
+            builder.store(found, _pointer(context, builder, signature.args[4], args[4], there, 64), align=1)
+            parts += _halves(builder, found, 32)
+        counted = (_looked_up if "+avx2" in context.codegen().magic_tuple()[2] else _compared)(builder, parts)
+        before = _pointer(context, builder, signature.args[6], args[6], builder.shl(args[7], _word(4)), 16)
+        after = builder.gep(before, [_word(1)])
+        builder.store(builder.add(builder.load(before, align=2), counted), after, align=2)
+        every = parts[0]
+        for part in parts[1:]:
+            every = builder.or_(every, part)
+        outside = builder.bitcast(builder.icmp_signed("<", every, ir.Constant(every.type, [0] * 32)), ir.IntType(32))
+        return builder.zext(builder.icmp_unsigned("!=", outside, ir.Constant(outside.type, 0)), ir.IntType(64))
 
-    return types.uint64(a, types.intp, types.uint64), generate
+    return types.uint64(rule, source, types.intp, types.uint64, slots, types.intp, rows, types.intp), generate
 
 
-def _count4_looked_up(builder: Any, parts: Any) -> Any:
-    """One look-up of 32 bytes counts two numbers, in halves of a byte."""
+def _looked_up(builder: Any, parts: Any) -> Any:
+    """How often each of 16 slots is found: one look-up of 32 bytes counts four of them, in quarters of a byte, which
+    hold three; sums of all parts take halves, and those of all lanes 16 bits.
+    """
     byte, word = parts[0].type, ir.VectorType(ir.IntType(64), 4)
     kind = ir.FunctionType(byte, [byte, byte])
     look_up = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.pshuf.b")
-    add_up = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(word, [byte, byte]), "llvm.x86.avx2.psad.bw"
-    )
-    saturate = cgutils.get_or_insert_function(builder.module, kind, "llvm.uadd.sat.v32i8")
-    # 0 to 3 become the last four entries of a table, all others have the top bit, whose entry is 0
-    keys = [builder.call(saturate, [part, ir.Constant(byte, [0x7C] * 32)]) for part in parts]
-    low = ir.Constant(byte, [15] * 32)
-    packed = ir.Constant(word, [0] * 4)
-    for pair in (0, 1):
-        table = [0] * 12 + ([1, 16, 0, 0] if pair == 0 else [0, 0, 1, 16])
-        sums = ir.Constant(byte, [0] * 32)
-        for key in keys:
-            sums = builder.add(sums, builder.call(look_up, [ir.Constant(byte, table * 2), key]))
-        upper = builder.bitcast(builder.lshr(builder.bitcast(sums, word), ir.Constant(word, [4] * 4)), byte)
-        for half, counts in enumerate((sums, upper)):
-            lanes = builder.call(add_up, [builder.and_(counts, low), ir.Constant(byte, [0] * 32)])
-            packed = builder.or_(packed, builder.shl(lanes, ir.Constant(word, [32 * pair + 16 * half] * 4)))
-    for half in (2, 1):
-        packed = builder.add(*_halves(builder, packed, half))
-    return builder.extract_element(packed, ir.Constant(ir.IntType(32), 0))
+    kind = ir.FunctionType(word, [byte, byte])
+    add_up = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.psad.bw")
+
+    def field(vector: Any, shift: int, mask: int) -> Any:
+        lower = builder.lshr(builder.bitcast(vector, word), ir.Constant(word, [shift] * 4)) if shift else vector
+        return builder.and_(builder.bitcast(lower, byte), ir.Constant(byte, [mask] * 32))
+
+    def total(vectors: Any) -> Any:
+        return functools.reduce(builder.add, vectors)
+
+    quads = []
+    for first in range(0, 16, 4):
+        table = [0] * 16  # a look-up goes by the lower half of a byte, and gives 0 from 0x80 on
+        table[first : first + 4] = [1, 4, 16, 64]
+        found = [builder.call(look_up, [ir.Constant(byte, table * 2), part]) for part in parts]
+        threes = [total(found[i : i + 3]) for i in range(0, len(found), 3)]
+        even, odd = (total([field(three, shift, 0x33) for three in threes]) for shift in (0, 2))
+        packed = ir.Constant(word, [0] * 4)
+        for k, (sums, shift) in enumerate(((even, 0), (odd, 0), (even, 4), (odd, 4))):
+            lanes = builder.call(add_up, [field(sums, shift, 0x0F), ir.Constant(byte, [0] * 32)])
+            packed = builder.or_(packed, builder.shl(lanes, ir.Constant(word, [16 * k] * 4)))
+        quads.append(packed)
+    low, high = (_added(builder, a, b, [0, 4, 2, 6], [1, 5, 3, 7]) for a, b in (quads[:2], quads[2:]))
+    return builder.bitcast(_added(builder, low, high, [0, 1, 4, 5], [2, 3, 6, 7]), ir.VectorType(ir.IntType(16), 16))
 
 
-def _count4_compared(builder: Any, parts: Any) -> Any:
+def _added(builder: Any, a: Any, b: Any, some: Any, others: Any) -> Any:
+    """The lanes of both vectors in one order plus those in another."""
+    return builder.add(*(builder.shuffle_vector(a, b, _lanes(order)) for order in (some, others)))
+
+
+def _compared(builder: Any, parts: Any) -> Any:
     """The same with what every machine has."""
-    byte, word = parts[0].type, ir.IntType(64)
-    packed = ir.Constant(word, 0)
-    for number in range(4):
-        counts = ir.Constant(byte, [0] * 16)
+    byte = parts[0].type
+    out = ir.Constant(ir.VectorType(ir.IntType(16), 16), ir.Undefined)
+    for number in range(16):
+        counts = ir.Constant(byte, [0] * 32)
         for part in parts:
-            found = builder.icmp_unsigned("==", part, ir.Constant(byte, [number] * 16))
+            found = builder.icmp_unsigned("==", part, ir.Constant(byte, [SLOT + number] * 32))
             counts = builder.sub(counts, builder.sext(found, byte))
-        eight, even = (
-            builder.bitcast(builder.add(*_halves(builder, counts, 8)), word),
-            ir.Constant(word, 0x00FF00FF00FF00FF),
-        )
-        four = builder.add(builder.and_(eight, even), builder.and_(builder.lshr(eight, ir.Constant(word, 8)), even))
-        total = builder.lshr(builder.mul(four, ir.Constant(word, 0x0001000100010001)), ir.Constant(word, 48))
-        packed = builder.or_(packed, builder.shl(total, ir.Constant(word, 16 * number)))
-    return packed
+        total = _sum32(builder, counts)
+        out = builder.insert_element(out, total, ir.Constant(ir.IntType(32), number))
+    return out
+
+
+def _sum32(builder: Any, counts: Any) -> Any:
+    """Of 32 bytes, as 16 bits."""
+    short = ir.VectorType(ir.IntType(16), 32)
+    kind = ir.FunctionType(ir.IntType(16), [short])
+    add_up = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.add.v32i16")
+    return builder.call(add_up, [builder.zext(counts, short)])
 
 
 def _halves(builder: Any, vector: Any, half: int) -> Any:
     """The lower and the upper ``half`` lanes."""
-    return (builder.shuffle_vector(vector, vector, _lanes(range(first, first + half))) for first in (0, half))
+    return [builder.shuffle_vector(vector, vector, _lanes(range(first, first + half))) for first in (0, half)]
+
+
+def _word(value: int) -> Any:
+    return ir.Constant(ir.IntType(64), value)
 
 
 @intrinsic
-def _settle16(typing_context: Any, rows: Any, at: Any, counts: Any, start: Any) -> Any:
-    """The next row of 16 int32, from ``rows[at + 16]`` on, is the one from ``rows[at]`` on minus the 16 counts of 16
-    bits in the four words from ``counts[start]`` on. Bit k of what is returned is set when its number k is negative.
+def _before256(typing_context: Any, slots: Any, start: Any, end: Any, slot: Any) -> Any:
+    """How many of the first ``end`` < 256 of ``slots`` (uint8) from ``start`` on are ``slot``. The caller owns the
+    bounds.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vector, short = (ir.VectorType(ir.IntType(bits), 16) for bits in (32, 16))
-        row, words = (context.make_array(signature.args[i])(context, builder, args[i]).data for i in (0, 2))
-        here, there = (
-            builder.bitcast(builder.gep(row, [builder.add(args[1], ir.Constant(args[1].type, n))]), vector.as_pointer())
-            for n in (0, 16)
-        )
-        less = builder.load(builder.bitcast(builder.gep(words, [args[3]]), short.as_pointer()), align=8)
-        rest = builder.sub(builder.load(here, align=4), builder.zext(less, vector))
-        builder.store(rest, there, align=4)
-        below = builder.icmp_signed("<", rest, ir.Constant(vector, [0] * 16))
-        return builder.zext(builder.bitcast(below, ir.IntType(16)), ir.IntType(64))
+        vector = ir.VectorType(ir.IntType(8), 32)
+        end, slot = (_splat(builder, args[i], vector) for i in (2, 3))
+        counts = ir.Constant(vector, [0] * 32)
+        for k in range(0, BLOCK, 32):
+            at = builder.add(args[1], ir.Constant(args[1].type, k))
+            found = builder.load(_pointer(context, builder, signature.args[0], args[0], at, 32), align=1)
+            same = builder.icmp_unsigned("==", found, slot)
+            early = builder.icmp_unsigned("<", ir.Constant(vector, list(range(k, k + 32))), end)
+            counts = builder.sub(counts, builder.sext(builder.and_(same, early), vector))
+        return builder.zext(_sum32(builder, counts), ir.IntType(64))
 
-    return types.uint64(rows, types.intp, counts, types.intp), generate
+    return types.uint64(slots, types.intp, types.uint64, types.uint64), generate
 
 
 @intrinsic
@@ -358,16 +383,15 @@ def _fetch256(typing_context: Any, array: Any, start: Any) -> Any:
 
 
 load64: Any = _load64
+before256: Any = _before256
 bit_length: Any = _bit_length
-count4: Any = _count4
-settle16: Any = _settle16
 fetch256: Any = _fetch256
+high_mask64: Any = _high_mask64
 nth_bit: Any = _nth_bit
+slots256: Any = _slots256
 store64: Any = _store64
 ctz: Any = _ctz  # what kernels call has another signature than what generates it
 neq_mask64: Any = _neq_mask64
 eq_mask64: Any = _eq_mask64
-out_mask64: Any = _out_mask64
-narrow64: Any = _narrow64
 popcount: Any = _popcount
 prefetch: Any = _prefetch
