@@ -43,6 +43,9 @@ def hook(module: str, path: str = "", parameters: tuple[str, ...] = (), do: str 
     try:
         found: object = importlib.import_module(module)
     except Exception as error:  # whatever a host raises when it is imported where it cannot run
+        needs = error.name if isinstance(error, ModuleNotFoundError) else None
+        if needs and needs.partition(".")[0] != module.partition(".")[0]:
+            do = f"install {needs.partition('.')[0]}, which the host needs; without a GPU, run the doctor as the example runs it"
         return Check(what, False, f"cannot be imported: {type(error).__name__}: {error}", do)
     for name in path.split(".") if path else ():
         if not hasattr(found, name):

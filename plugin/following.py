@@ -103,11 +103,11 @@ def prepare(
 
 
 def recognise(
-    end: ReplicaEnd, wanted: Mapping[str | None, Digest], head: int, base: Digest | None = None
+    end: ReplicaEnd, wanted: Mapping[str | None, Digest], head: int, held: replica_pb2.EngineDescription | None = None
 ) -> manifest_pb2.VersionManifest | None:
     """The version whose views (None: the only one) have these digests: the head, the first one, which engines boot from,
     or one of the newest; None when it is none of them. An engine that holds an older one is served from a full state
-    instead, which costs time and nothing else. The same adapter for another base than ``base`` is another version.
+    instead, which costs time and nothing else. The same adapter for another base than ``held`` has is another version.
     """
     # the head comes first: after steps that changed nothing, older versions have its digest, too
     for number in (head, 0, *range(head - 1, max(0, head - _LOOKED_AT), -1)):
@@ -115,7 +115,7 @@ def recognise(
             manifest = end.manifest(number)
         except VersionError:
             continue  # collected, or no version
-        other = base is not None and Digest.from_proto(manifest.adapter.base_digest) != base
+        other = held is not None and held.HasField("adapter_base") and held.adapter_base != manifest.adapter.base_digest
         if not other and all(_has(manifest, view, digest) for view, digest in wanted.items()):
             return manifest
     return None

@@ -300,8 +300,7 @@ class Replica:
             end.register(self.replica_id, description, self.config.lease_ttl_s)
         self._contract.check(newest)
         digest = Digest.from_proto(description.digest) if description.HasField("digest") else None
-        base = Digest.from_proto(description.adapter_base) if description.HasField("adapter_base") else None
-        found = None if digest is None else recognise(end, {self.config.view: digest}, head, base)
+        found = None if digest is None else recognise(end, {self.config.view: digest}, head, description)
         if found is None and self._fence.state != State.REPLICA_STATE_IN_DOUBT:  # then it did fit, maybe half-way
             check_fits(description, table)
         if found is not None:

@@ -65,6 +65,15 @@ def test_relays_of_one_machine_have_names_of_their_own_which_last(tmp_path: Path
     assert any(name.endswith(f"-{port}") for name in dict(publisher._end.leases()))
 
 
+def test_a_new_relay_holds_what_its_replicas_say_they_serve_before_they_renew(tmp_path: Path, stack: ExitStack) -> None:
+    _, publisher, _, behind = site(tmp_path, stack)
+    end = stack.enter_context(closing(GrpcTransport(behind).replica_end(None)))
+    serving = replica_pb2.Acknowledgement(replica_id="r0", state=replica_pb2.REPLICA_STATE_SERVING)
+    serving.version.run_id, serving.version.number = end.run_id(), 0
+    end.acknowledge(serving)
+    until(lambda: dict(publisher._end.leases()) == {"relay": 0}, "the relay's own lease")
+
+
 def test_a_site_fetches_each_byte_once(tmp_path: Path, stack: ExitStack) -> None:
     server, publisher, relay, behind = site(tmp_path, stack)
     replicas = [stack.enter_context(Replica.open(behind, holding(model(0)), replica_id=f"r{k}")) for k in range(8)]

@@ -37,6 +37,14 @@ def head_of(uri: str) -> tuple[int, str]:
     return number, digest.hex()
 
 
+def found_by_hydra() -> bool:
+    """Whether ``+weight_sync=file`` will be known."""
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    return "WeightSyncSearchPath" in {plugin.__name__ for plugin in Plugins.instance().discover(SearchPathPlugin)}
+
+
 def main() -> None:
     """Starts the follower, trains, and compares digests."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -45,7 +53,11 @@ def main() -> None:
     args = parser.parse_args()
     work = args.work or Path(tempfile.mkdtemp(prefix="weight_sync-verl-"))
     work.mkdir(parents=True, exist_ok=True)
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HERE)]))}
+    if not found_by_hydra():
+        raise SystemExit("Hydra does not look into editable installs: pip install --no-deps . (a wheel), then run this again; "
+                         "`weight-sync doctor verl` looks at the rest")  # fmt: skip
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HERE)])),
+                 "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}  # fmt: skip
     subprocess.run([sys.executable, HERE / "tiny.py", work], check=True, env=variables)
     model = os.environ.get("MODEL", str(work / "tiny"))
     store, copy = str(work / "store"), work / "engine"

@@ -7,6 +7,7 @@ service, is handed in by `Feed.note` and need not be looked for.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from weight_sync.proto.v1 import manifest_pb2
 
 __all__ = ["Feed", "State"]
 
+_log = logging.getLogger("weight_sync.grpc")
 _LOOK_S = 1.0
 _LONGEST_PAUSE_S = 2.0
 
@@ -75,6 +77,8 @@ class Feed:
         if self.state.head is not None and (head is None or head < self.state.head):
             head = self.state.head
         state = State(found.newest or self.state.newest, head, found.error)
+        if bool(state.error) != bool(self.state.error):
+            _log.warning("%s", f"no news from what is served here: {state.error}" if state.error else "news come again")
         if state != self.state:
             self.state = state
             self._wake()

@@ -191,6 +191,8 @@ class RelayReturns(Returns):
         child.ack = message
         if message.state == replica_pb2.REPLICA_STATE_SERVING:
             child.wants = None
+            if child.leased is None and message.HasField("version"):  # this relay is new, and the replica renews later
+                child.leased, child.lease_ends = message.version.number, time.monotonic() + self._ttl_s
         site = self._sites[run_id]
         if site.changed_at is None:
             site.changed_at = time.monotonic()
