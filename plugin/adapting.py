@@ -97,7 +97,7 @@ def find_base(config: Config) -> tuple[manifest_pb2.Adapter, tuple[TensorSpec, .
     view = view_of(manifest, config.adapter.base_view)
     base = common_pb2.VersionId(run_id=manifest.run_id, number=manifest.number)
     found = manifest_pb2.Adapter(base=base, base_view=view.name, base_digest=view.digest)
-    found.reference.uri = uri
+    found.reference.uri = uri if "://" in uri else os.path.abspath(uri)
     return found, table_of(view)
 
 

@@ -224,6 +224,12 @@ def test_config_lists_every_key_and_values_in_force(tmp_path: Path) -> None:
     assert (values["uri"], values["anchor_every"], values["forms"]) == ("/x", 7, ["step", "compact"])
 
 
+def test_a_file_that_names_no_known_transport_is_refused_by_the_command_that_checks_it(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text("weight_sync: {uri: 'file:///run', backend: grcp}\n")
+    told = run("config", "--config", tmp_path / "train.yaml", code=2)
+    assert "no such transport: backend; found 'grcp'" in told.stderr
+
+
 # --- processes -----------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,11 @@ def config(common: Common) -> None:
     chosen = common.file is not None or bool(common.keys) or bool(common.store_options)
     uri = None if common.file is not None else ""
     values = common.config(uri).model_dump(mode="json") if chosen else {}
+    if chosen:
+        from weight_sync.registry import find, names
+
+        if values["backend"] not in names("transports"):
+            find("transports", values["backend"])  # raises, with the names that there are
     if chosen and uri is not None:
         del values["uri"]  # nobody gave one
     rows: list[dict[str, Any]] = []

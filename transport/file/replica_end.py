@@ -115,8 +115,9 @@ class FileReplicaEnd(ReplicaEnd):
             )
         if not is_version(found.kind):
             raise VersionMissingError(
-                "number is no version", field=log.name(number), found=f"{kind_name(found.kind)}: {found.reason}"
-            )
+                "number is no version", field=log.name(number), found=f"{kind_name(found.kind)}: {found.reason}",
+                do="weight-sync log lists the versions: a trainer that opens the run takes a number, too",
+            )  # fmt: skip
         return found
 
     def entries(self, first: int = 0) -> Iterator[manifest_pb2.VersionManifest]:
