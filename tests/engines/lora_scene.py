@@ -79,7 +79,9 @@ class Scene:
         return int(report.version)
 
     def publish_all(self) -> None:
-        """Versions 0 to LAST of the adapter, each asked for twice."""
+        """Versions 0 to LAST of the adapter, each asked for twice; once."""
+        if self.seen:
+            return
         base = self.trainer.run.checkpoints[0]
         for k in range(LAST + 1):
             folder = self.root / f"a{k}"
@@ -107,7 +109,9 @@ class Scene:
         assert self.made(answer) == self.seen[LAST][0]
 
     def move_base(self) -> None:
-        """The base goes on: the adapter is refused, with both versions named, until one for the new base comes."""
+        """The base goes on: the adapter is refused, with both versions named, until one for the new base comes. Once."""
+        if LAST + 1 in self.seen:
+            return
         assert self.sidecar is not None
         number = self.trainer.publish()
         self.sidecar.ready(number)
@@ -123,6 +127,12 @@ class Scene:
         answers = [self.ask(), self.ask()]
         assert answers[0].start == again
         self.seen[LAST + 1] = [self.made(answer) for answer in answers]
+
+    def finish(self) -> None:
+        """Whatever test ran before: all versions have been asked for, and nothing runs any more."""
+        self.publish_all()
+        self.move_base()
+        self.stop()
 
     def stop(self) -> None:
         """Sidecar and server; may be called again."""

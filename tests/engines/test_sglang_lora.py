@@ -55,7 +55,7 @@ def test_a_changed_base_invalidates_the_adapter_until_one_for_it_comes(scene: Sc
 
 def compare(scene: Scene, base: int, numbers: range, folder: Path) -> None:
     """With a server that has never seen another version."""
-    scene.stop()
+    scene.finish()
     words = (*LORA, "--lora-paths", *(f"a{k}={scene.folders[k]}" for k in numbers))
     with SglangServer(scene.trainer.run.checkpoints[base], folder, *words, door="none") as fresh:
         fresh.ready()

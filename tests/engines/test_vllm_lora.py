@@ -86,7 +86,7 @@ def test_vllms_own_reload_from_one_folder_keeps_stale_blocks(scene: Scene, tmp_p
 
 def compare(scene: Scene, base: int, numbers: range, folder: Path) -> None:
     """With a server that has never seen another version."""
-    scene.stop()
+    scene.finish()
     words = (*LORA, "--lora-modules", *(f"a{k}={scene.folders[k]}" for k in numbers))
     with Server(scene.trainer.run.checkpoints[base], folder, *words, door="none") as fresh:
         fresh.ready()
