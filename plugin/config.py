@@ -327,6 +327,10 @@ def load(source: Mapping[str, Any] | str | Path, **overrides: Any) -> Config:
     else:
         data = dict(source)
     if isinstance(data, dict) and "weight_sync" in data:  # beside it may stand what a host reads of the same file
+        ours = sorted(data.keys() & Config.model_fields.keys())
+        if ours:
+            raise ConfigError("a key beside the block", field=ours[0], found="beside weight_sync:",
+                              expected=f"weight_sync.{ours[0]}", do="indent it below weight_sync:")  # fmt: skip
         data = data["weight_sync"]
         if not isinstance(data, dict):
             raise ConfigError("not a block of keys", field="weight_sync", found=data, expected="key: value lines below it",

@@ -78,6 +78,9 @@ def test_words_of_python_are_not_what_is_expected(data: dict[str, Any], field: s
 def test_beside_the_block_a_file_may_hold_what_is_the_hosts(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("custom_megatron_init_path: x.y\nweight_sync: {uri: 'memory://x'}\n")
     assert load(tmp_path / "a.yaml").uri == "memory://x"
+    (tmp_path / "c.yaml").write_text("weight_sync:\n  uri: 'memory://x'\nanchor_every: 3\n")
+    with pytest.raises(ConfigError, match="a key beside the block: anchor_every"):
+        load(tmp_path / "c.yaml")
     (tmp_path / "b.yaml").write_text("other: 1\nweight_sync:\n")
     with pytest.raises(ConfigError, match="not a block of keys: weight_sync; found None"):
         load(tmp_path / "b.yaml")
