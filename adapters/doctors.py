@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from weight_sync.adapters.trainers.versions import installed, outside
 from weight_sync.checkup import ABSENT, Check, hook
 
-__all__ = ["sglang", "slime", "verl", "vllm"]
+__all__ = ["hydra", "sglang", "slime", "verl", "vllm"]
 
 _VERL = ("verl", "0.9.1", "0.10")
 _SLIME_UPDATER = ("__init__", "connect_rollout_engines", "disconnect_rollout_engines", "update_weights", "pop_metrics",
@@ -43,7 +43,7 @@ def verl() -> Iterator[Check]:
     yield hook("verl.workers.rollout.llm_server", "LLMServerClient.generate", ("prompt_ids", "sampling_params"))
     yield hook("verl.workers.rollout.replica", "TokenOutput", ("token_ids", "log_probs", "extra_fields"))
     yield hook("transfer_queue", do="pip install 'weight-sync[verl]'")
-    yield _hydra()
+    yield hydra()
     yield hook("weight_sync.adapters.trainers.verl")
 
 
@@ -58,7 +58,8 @@ def _verl_vllm() -> Iterator[Check]:
         yield hook(f"{rollout}.vllm_async_server", f"vLLMHttpServer.{method}")
 
 
-def _hydra() -> Check:
+def hydra() -> Check:
+    """Whether verl's command line knows ``+weight_sync=...``."""
     what = "Hydra finds +weight_sync=grpc"
     do = "install weight-sync as a wheel: Hydra does not look into editable installs"
     try:

@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from weight_sync.adapters.doctors import hydra
 from weight_sync.checkpoint import Checkpoint
 from weight_sync.codec.digest import Digest
 from weight_sync.config import load
@@ -37,14 +38,6 @@ def head_of(uri: str) -> tuple[int, str]:
     return number, digest.hex()
 
 
-def found_by_hydra() -> bool:
-    """Whether ``+weight_sync=file`` will be known."""
-    from hydra.core.plugins import Plugins
-    from hydra.plugins.search_path_plugin import SearchPathPlugin
-
-    return "WeightSyncSearchPath" in {plugin.__name__ for plugin in Plugins.instance().discover(SearchPathPlugin)}
-
-
 def main() -> None:
     """Starts the follower, trains, and compares digests."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -53,9 +46,9 @@ def main() -> None:
     args = parser.parse_args()
     work = args.work or Path(tempfile.mkdtemp(prefix="weight_sync-verl-"))
     work.mkdir(parents=True, exist_ok=True)
-    if not found_by_hydra():
-        raise SystemExit("Hydra does not look into editable installs: pip install --no-deps . (a wheel), then run this again; "
-                         "`weight-sync doctor verl` looks at the rest")  # fmt: skip
+    check = hydra()
+    if not check.ok:
+        raise SystemExit(f"{check.what}: {check.found}; {check.do}. `weight-sync doctor verl` looks at the rest")
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HERE)])),
                  "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}  # fmt: skip
     subprocess.run([sys.executable, HERE / "tiny.py", work], check=True, env=variables)

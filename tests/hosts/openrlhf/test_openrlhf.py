@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from remote_site import free_port, remote_site
-from training import EXAMPLE, LORA, RATIO, agree, differing, inputs, numbers, published, train, versions
+from training import EXAMPLE, LORA, RATIO, agree, differing, inputs, numbers, published, store, train, versions
 
 pytestmark = [
     pytest.mark.skipif(
@@ -81,8 +81,14 @@ def test_a_resumed_trainer_goes_on_in_its_run_and_learns_from_engines_elsewhere(
         assert sorted(after) == list(range(1, 9)) and published(tmp_path, "resumed", 4, after[8].number)
         assert len({entry.run_id for entry in after.values()}) == 1 and after[8].epoch > before[4].epoch
         assert len(site.asked) >= asked + 4 * 4 * 2
+        assert max(numbers(again, "rollout_staleness")) <= 1
         newest = numbers(again, "rollout_version_newest")
-        assert newest[-1] >= after[5].number, "the server went away and came back, and the site with it"
+        assert newest[-1] >= after[6].number, "the server went away and came back, and the site with it"
+        serve = [Path(sys.executable).with_name("weight-sync"), "serve", "--store", store(tmp_path), "--listen",
+                 f"127.0.0.1:{port}"]  # fmt: skip
+        with subprocess.Popen(serve, stdout=subprocess.DEVNULL) as server:  # the trainer has ended, its history stays
+            site.reached(after[8].number)
+            server.terminate()
 
 
 @pytest.mark.full

@@ -38,16 +38,7 @@ def merged(base: Path, run: str, number: int, out: Path) -> dict[str, Any]:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    command = [
-        Path(sys.executable).with_name("weight-sync"),
-        "materialize",
-        run,
-        "--version",
-        str(number),
-        "--out",
-        out,
-    ]
-    subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    weight_sync("materialize", run, "--version", number, "--out", out)
     model = AutoModelForCausalLM.from_pretrained(base, dtype="bfloat16")
     return dict(PeftModel.from_pretrained(model, out).merge_and_unload().named_parameters())
 
